@@ -1,0 +1,1 @@
+"""Where Leyline meets SGLang, LMCache and Redis; installed as ``leyline_lmcache.connector``."""

@@ -1,0 +1,1 @@
+"""Rotation of cached keys; installed as ``leyline_lmcache.kernels``."""
