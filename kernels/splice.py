@@ -1,0 +1,111 @@
+"""The one public operation: copy KV rows between slots and turn their rotary band on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .layout import KVLayout
+from .rope import MAX_SHIFT
+from .torch_rotate import Job, splice_torch
+
+Backend = Literal["auto", "torch", "triton"]
+
+_INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+class SpliceError(ValueError):
+    """Arguments that would touch memory outside the pool, or one slot twice; nothing was written."""
+
+
+class SlotRangeError(SpliceError, IndexError):
+    """A slot lies outside ``[0, slots)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpliceStats:
+    """``rows``: tokens whose KV changed. ``bytes_moved``: bytes read plus bytes written that the splice
+    needs: whole rows for a copy, the band alone in place, nothing for shift 0 in place."""
+
+    rows: int
+    bytes_moved: int
+
+
+def splice_rows(
+    layout: KVLayout,
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    shift: torch.Tensor | int,
+    *,
+    backend: Backend = "auto",
+    validate: bool = True,
+) -> SpliceStats:
+    """Copy row ``src[i]`` to ``dst[i]`` in every plane and turn its band by ``shift[i]`` positions.
+
+    * ``src``, ``dst``: int64 or int32 ``[n]``, slots of ``layout``, on its device or on the CPU;
+      ``shift``: an int for all, or an integer tensor ``[n]`` (best on the CPU: its values are needed there).
+    * ``src[i] == dst[i]`` turns the band in place and writes nothing else; with shift 0 it is a no-op.
+    * A copy with shift 0 is bit-exact. Everything outside a band always is.
+    * All sources are read before any destination is written: ``dst`` may hold slots that other tokens
+      read (a permutation, a move over itself). Such calls stage one plane at a time and are slower.
+    * ``dst`` must not hold a slot twice; ``src`` may.
+
+    On CUDA, slots given on the device are copied to the host to be checked, which waits for the stream;
+    ``validate=False`` skips that, and the caller then answers for range, uniqueness, and that no token
+    reads a slot another one writes. The work is enqueued on the current stream.
+
+    Raises ``SpliceError``/``SlotRangeError`` before anything is written.
+    """
+    n = _check_arguments(src, dst, shift)
+    if n == 0:
+        return SpliceStats(0, 0)
+    host_src, host_dst = src.to("cpu", torch.int64), dst.to("cpu", torch.int64)
+    shifts = torch.full((n,), shift) if isinstance(shift, int) else shift.to("cpu", torch.int64)
+    if validate:
+        _check_slots(layout.slots, host_src, host_dst, shifts)
+
+    stay = host_src == host_dst
+    turning = shifts != 0
+    moved, turned = int((~stay).sum()), int((stay & turning).sum())
+    stats = SpliceStats(moved + turned, 2 * (moved * layout.row_bytes + turned * layout.band_bytes))
+    if backend not in ("auto", "torch", "triton"):
+        raise SpliceError(f"backend must be auto, torch or triton, got {backend!r}")
+    if stats.rows == 0:
+        return stats
+    splice_torch(layout, Job.plan(layout.slots, host_src, host_dst, shifts))
+    return stats
+
+
+def _check_arguments(src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor | int) -> int:
+    for name, slots in (("src", src), ("dst", dst)):
+        if slots.dim() != 1:
+            raise SpliceError(f"{name} must be one-dimensional, got shape {tuple(slots.shape)}")
+        if slots.dtype not in _INDEX_DTYPES:
+            raise SpliceError(f"{name} must be int64 or int32, got {slots.dtype}")
+    if src.numel() != dst.numel():
+        raise SpliceError(f"src holds {src.numel()} slots but dst holds {dst.numel()}")
+    if isinstance(shift, int):
+        if abs(shift) > MAX_SHIFT:
+            raise SpliceError(f"shift must lie within ±{MAX_SHIFT}, got {shift}")
+        return src.numel()
+    if shift.dtype not in _INDEX_DTYPES:
+        raise SpliceError(f"shift must be int64 or int32, got {shift.dtype}")
+    if shift.dim() != 1 or shift.numel() != src.numel():
+        raise SpliceError(f"shift must have shape ({src.numel()},), got {tuple(shift.shape)}")
+    return src.numel()
+
+
+def _check_slots(slots: int, src: torch.Tensor, dst: torch.Tensor, shifts: torch.Tensor) -> None:
+    for name, index in (("src", src), ("dst", dst)):
+        low, high = (int(v) for v in index.aminmax())
+        if low < 0 or high >= slots:
+            raise SlotRangeError(
+                f"{name} holds slot {low if low < 0 else high}, the pool has slots [0, {slots})"
+            )
+    seen = torch.bincount(dst, minlength=1)
+    if int(seen.max()) > 1:
+        raise SpliceError(f"dst holds slot {int(seen.argmax())} twice")
+    if int(shifts.abs().max()) > MAX_SHIFT:
+        raise SpliceError(f"shift must lie within ±{MAX_SHIFT}")
