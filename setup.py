@@ -7,10 +7,6 @@ _MAPPED = ("connector", "kernels")
 setup(
     packages=[
         *find_packages(include=["leyline_lmcache", "leyline_lmcache.*"]),
-        *(
-            f"leyline_lmcache.{name}"
-            for top in _MAPPED
-            for name in find_packages(include=[top, f"{top}.*"])
-        ),
+        *(f"leyline_lmcache.{name}" for top in _MAPPED for name in find_packages(include=[top, f"{top}.*"])),
     ]
 )
