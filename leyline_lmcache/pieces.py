@@ -93,7 +93,7 @@ class PieceTable:
         return None if history is None else history.current.view
 
     def history(self, session: str) -> History:
-        """The session's versions, to list, undo, redo or go to one. Raises NoSuchView for an unknown session."""
+        """The session's versions, to list, undo, redo or go to one. Raises NoSuchView."""
         history = self._sessions.get(session)
         if history is None:
             raise NoSuchView(f"session: {session!r} is not known")
