@@ -8,7 +8,7 @@ a band at the head's start and a V plane without one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -51,6 +51,12 @@ class Plane:
     rows: torch.Tensor
     dtype: torch.dtype
     band: Band | None = None
+    units: torch.Tensor = field(init=False, repr=False)
+    """The same memory in the widest elements that fit, ``[slots, …]``: what a bit-exact copy moves."""
+    turning: torch.Tensor | None = field(init=False, repr=False, default=None)
+    """The band, ``[slots, heads, rotary_dim]`` in ``dtype``."""
+    turning_units: torch.Tensor | None = field(init=False, repr=False, default=None)
+    """The band as :attr:`units`."""
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -74,6 +80,10 @@ class Plane:
                 raise LayoutError(
                     f"{self.name}: band [{self.band.offset}, {end}) lies outside a head of {rows.shape[2]}"
                 )
+            band = rows[:, :, self.band.offset : end]
+            object.__setattr__(self, "turning", band.view(self.dtype))
+            object.__setattr__(self, "turning_units", _widest(band))
+        object.__setattr__(self, "units", _widest(rows))
 
     @property
     def slots(self) -> int:
@@ -179,6 +189,22 @@ class KVLayout:
             planes.append(Plane(f"k[{i}]", k, logical_dtype or k.dtype, Band(0, rope)))
             planes.append(Plane(f"v[{i}]", v, logical_dtype or v.dtype))
         return cls(tuple(planes))
+
+
+def _widest(rows: torch.Tensor) -> torch.Tensor:
+    """``[slots, heads, dim]`` seen as ``[slots, …]`` of the widest unit that size, strides and offset allow:
+    index kernels work per element, and 16 bytes cost them no more than two. Heads that lie side by side
+    are merged."""
+    if rows.shape[1] == 1 or rows.stride(1) == rows.shape[2]:
+        rows = rows.as_strided(
+            (rows.shape[0], rows.shape[1] * rows.shape[2]), (rows.stride(0), 1), rows.storage_offset()
+        )
+    size = rows.element_size()
+    spans = [rows.shape[-1], rows.storage_offset(), *(s for s in rows.stride()[:-1])]
+    for unit in (torch.complex128, torch.int64, torch.int32, torch.int16):
+        if unit.itemsize > size and all(span * size % unit.itemsize == 0 for span in spans):
+            return rows.view(unit)
+    return rows.view(torch.uint8) if size == 1 else rows
 
 
 def _per_layer(

@@ -7,7 +7,6 @@ itself, and either way every sampled row of the table must be reproduced by them
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -74,7 +73,7 @@ def probe_module(rotary: Any) -> RopeSpec:
         if sample.epsilon > 2**-20:
             raise UnsupportedRope(
                 RopeFault.UNKNOWN_FREQUENCIES,
-                f"the table is {table.dtype}, too coarse for angles, and no frequencies of the module match it",
+                f"a {table.dtype} table is too coarse for angles, and no frequencies of the module match it",
             )
         freq = sample.recover(amplitude)
         if not sample.explains(freq, amplitude):
@@ -289,6 +288,3 @@ def _refuse_by_layer(path: str, owner: Any) -> None:
 
 def _name(module: Any) -> str:
     return type(module).__name__
-
-
-_ = math

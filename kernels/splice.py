@@ -62,20 +62,16 @@ def splice_rows(
     if n == 0:
         return SpliceStats(0, 0)
     host_src, host_dst = src.to("cpu", torch.int64), dst.to("cpu", torch.int64)
-    shifts = torch.full((n,), shift) if isinstance(shift, int) else shift.to("cpu", torch.int64)
+    shifts = shift if isinstance(shift, int) else shift.to("cpu", torch.int64)
     if validate:
         _check_slots(layout.slots, host_src, host_dst, shifts)
-
-    stay = host_src == host_dst
-    turning = shifts != 0
-    moved, turned = int((~stay).sum()), int((stay & turning).sum())
-    stats = SpliceStats(moved + turned, 2 * (moved * layout.row_bytes + turned * layout.band_bytes))
     if backend not in ("auto", "torch", "triton"):
         raise SpliceError(f"backend must be auto, torch or triton, got {backend!r}")
-    if stats.rows == 0:
-        return stats
-    splice_torch(layout, Job.plan(layout.slots, host_src, host_dst, shifts))
-    return stats
+    job = Job.plan(layout.slots, host_src, host_dst, shifts)
+    rows = job.src.numel()
+    if rows:
+        splice_torch(layout, job)
+    return SpliceStats(rows, 2 * (job.moved * layout.row_bytes + (rows - job.moved) * layout.band_bytes))
 
 
 def _check_arguments(src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor | int) -> int:
@@ -97,15 +93,17 @@ def _check_arguments(src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor |
     return src.numel()
 
 
-def _check_slots(slots: int, src: torch.Tensor, dst: torch.Tensor, shifts: torch.Tensor) -> None:
+def _check_slots(slots: int, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor | int) -> None:
     for name, index in (("src", src), ("dst", dst)):
         low, high = (int(v) for v in index.aminmax())
         if low < 0 or high >= slots:
             raise SlotRangeError(
                 f"{name} holds slot {low if low < 0 else high}, the pool has slots [0, {slots})"
             )
-    seen = torch.bincount(dst, minlength=1)
-    if int(seen.max()) > 1:
-        raise SpliceError(f"dst holds slot {int(seen.argmax())} twice")
-    if int(shifts.abs().max()) > MAX_SHIFT:
+    seen = torch.zeros(slots, dtype=torch.bool)
+    seen[dst] = True
+    if int(seen.sum()) != dst.numel():
+        twice = int(torch.bincount(dst).argmax())
+        raise SpliceError(f"dst holds slot {twice} more than once")
+    if isinstance(shift, torch.Tensor) and int(shift.abs().max()) > MAX_SHIFT:
         raise SpliceError(f"shift must lie within ±{MAX_SHIFT}")

@@ -1,4 +1,9 @@
-"""The torch version of the splice: serves engines on CPU, and is what the Triton kernel is compared with."""
+"""The torch version of the splice: serves engines on CPU, and is what the Triton kernel is compared with.
+
+On a CPU the work is bound by memory, so it goes plane by plane in chunks that stay in the L2 cache:
+copy, decode the band to fp32, turn, encode. Operations are kept below the size at which torch spreads
+one over its threads; waking them costs more than the chunk.
+"""
 
 from __future__ import annotations
 
@@ -10,102 +15,258 @@ import torch
 from .layout import KVLayout, Plane
 from .rope import Pairing, RopeSpec
 
-_CHUNK = 256
-"""Tokens gathered at a time: a chunk of one plane stays in the L2 cache."""
+_SERIAL = 32768 - 1
+"""Elements that an elementwise torch kernel handles without waking other threads (its grain size)."""
+
+_CHUNK_BYTES = 1 << 19
+"""Bytes of one chunk; with fp32 scratch it fits the L2 cache of a server core."""
 
 _MIN_RUN = 32
-"""Shorter runs of one shift are not worth a call each; then angles are looked up per token."""
+"""Tokens in consecutive slots from which slicing beats gathering; also the shortest run of one shift that
+is worth its own angles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """Tokens in the order in which they are worked off: moved without turning, moved and turned, turned
-    in place; within each group by shift. Moves come first: a turn in place may be of a slot they read."""
+    in place; within each group by shift. Moves come first: a turn in place may be of a slot they read.
+
+    ``src``, ``dst``, ``row``: int64 ``[n]`` on the host; ``row`` indexes ``shifts``, the distinct ones.
+    ``overlap``: a moved token is written to a slot that another moved token reads.
+    """
 
     src: torch.Tensor
     dst: torch.Tensor
+    row: torch.Tensor
     shifts: torch.Tensor
     still: int
     moved: int
     overlap: bool
 
     @classmethod
-    def plan(cls, slots: int, src: torch.Tensor, dst: torch.Tensor, shifts: torch.Tensor) -> Job:
-        """From host tensors ``[n]`` that have been checked. Drops tokens that need nothing."""
-        stay, turn = src == dst, shifts != 0
+    def plan(cls, slots: int, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor | int) -> Job:
+        """From host tensors ``[n]`` that have been checked. Tokens that need nothing are dropped."""
+        stay = src == dst
+        if isinstance(shift, int):
+            distinct = torch.tensor([shift])
+            row = torch.zeros_like(src)
+            turn = torch.full_like(stay, shift != 0)
+        else:
+            distinct, row = torch.unique(shift, return_inverse=True)
+            turn = shift != 0
         group = torch.where(stay, torch.where(turn, 2, 3), turn.to(torch.int64))
-        if bool((group != group[0]).any()) or bool((shifts != shifts[0]).any()):
-            order = torch.argsort(shifts, stable=True)
-            order = order[torch.argsort(group[order], stable=True)]
-            order = order[group[order] < 3]
-            src, dst, shifts, group = src[order], dst[order], shifts[order], group[order]
+        key = group * distinct.numel() + row
+        if bool((key != key[0]).any()):
+            order = torch.argsort(key, stable=True)[: int((group < 3).sum())]
+            src, dst, row, group = src[order], dst[order], row[order], group[order]
+        elif int(group[0]) == 3:
+            src, dst, row, group = src[:0], dst[:0], row[:0], group[:0]
         still, moved = int((group == 0).sum()), int((group < 2).sum())
         written = torch.zeros(slots, dtype=torch.bool)
         written[dst[:moved]] = True
-        return cls(src, dst, shifts, still, moved, bool(written[src[:moved]].any()))
+        return cls(src, dst, row, distinct, still, moved, bool(written[src[:moved]].any()))
+
+    def runs(self, start: int, stop: int) -> tuple[list[tuple[int, int]], torch.Tensor]:
+        """Split ``[start, stop)`` into runs of consecutive slots with one shift, and the other tokens
+        (positions in this job)."""
+        if stop - start < _MIN_RUN:
+            return [], torch.arange(start, stop)
+        src, dst, row = self.src[start:stop], self.dst[start:stop], self.row[start:stop]
+        breaks = (src.diff() != 1) | (dst.diff() != 1) | (row.diff() != 0)
+        edges = torch.cat((torch.tensor([-1]), breaks.nonzero().squeeze(1), torch.tensor([stop - start - 1])))
+        first, length = edges[:-1] + 1, edges.diff()
+        long = length >= _MIN_RUN
+        runs = [
+            (start + a, start + a + n)
+            for a, n in zip(first[long].tolist(), length[long].tolist(), strict=True)
+        ]
+        rest = torch.arange(start, stop)[~torch.repeat_interleave(long, length)]
+        return runs, rest
 
 
+class _Angles:
+    """cos/sin of one spec for the distinct shifts, in the form the pairing wants, on the planes' device."""
+
+    __slots__ = ("cos", "pairing", "sin", "turn")
+
+    def __init__(self, spec: RopeSpec, shifts: torch.Tensor, device: torch.device) -> None:
+        cos, sin = (t.to(device)[:, None] for t in spec.cos_sin(shifts))
+        self.pairing = spec.pairing
+        self.turn = torch.complex(cos, sin)  # [shifts, 1, half]
+        self.cos, self.sin = torch.cat((cos, cos), -1), sin
+
+    def at(self, row: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One row of angles ``[1, …]``, or one per token ``[c, 1, …]``."""
+        if self.pairing is Pairing.INTERLEAVED:
+            turn = self.turn[row]
+            return turn, turn
+        return self.cos[row], self.sin[row]
+
+
+class _Turner:
+    """Turns bands ``[c <= step, heads, rotary_dim]`` of one plane in place; owns the fp32 scratch.
+
+    The views of a whole chunk are made once: on a CPU a view costs as much as a small operation.
+    """
+
+    __slots__ = ("angles", "direct", "pairs", "step", "x", "y")
+
+    def __init__(self, plane: Plane, angles: _Angles, step: int) -> None:
+        assert plane.turning is not None
+        shape = (step, *plane.turning.shape[1:])
+        self.angles, self.step = angles, step
+        self.direct = plane.dtype is torch.float32
+        self.x = torch.empty(shape, dtype=torch.float32, device=plane.rows.device)
+        self.pairs = _as_pairs(self.x)
+        self.y = torch.empty_like(self.x) if angles.pairing is Pairing.HALVES else self.x
+
+    def __call__(self, band: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        c = band.shape[0]
+        if self.angles.pairing is Pairing.INTERLEAVED:
+            if self.direct and _pairs_aligned(band):
+                _as_pairs(band).mul_(cos)
+                return
+            x, pairs = (self.x, self.pairs) if c == self.step else (self.x[:c], self.pairs[:c])
+            x.copy_(band)
+            pairs.mul_(cos)
+            band.copy_(x)
+            return
+        half = sin.shape[-1]
+        y = self.y if c == self.step else self.y[:c]
+        x = band if self.direct else (self.x if c == self.step else self.x[:c]).copy_(band)
+        torch.mul(x, cos, out=y)
+        y[..., :half].addcmul_(x[..., half:], sin, value=-1)
+        y[..., half:].addcmul_(x[..., :half], sin)
+        band.copy_(y)
+
+
+@torch.inference_mode()  # pools may be inference tensors, which refuse writes outside it
 def splice_torch(layout: KVLayout, job: Job) -> None:
     """Run ``job`` on every plane, on whatever device the planes are."""
     device = layout.device
-    src, dst = job.src.to(device), job.dst.to(device)
-    values, row = torch.unique(job.shifts, return_inverse=True)
-    tables: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
+    angles: dict[RopeSpec, _Angles] = {}
     for plane in layout:
-        if plane.band is not None and plane.band.rope not in tables:
-            cos, sin = plane.band.rope.cos_sin(values)
-            tables[plane.band.rope] = (cos.to(device), sin.to(device))
-    row = row.to(device)
-    n = src.numel()
+        if plane.band is not None and plane.band.rope not in angles:
+            angles[plane.band.rope] = _Angles(plane.band.rope, job.shifts, device)
+    groups = (
+        _Group(job, 0, job.still, device),
+        _Group(job, job.still, job.moved, device),
+        _Group(job, job.moved, job.src.numel(), device),
+    )
     for plane in layout:
-        view = _indexable(plane.rows)
-        step = job.moved if job.overlap else _CHUNK
-        for i, j in _chunks(0, job.moved, step):
-            got = view.index_select(0, src[i:j])
-            first = max(job.still, i)
-            if plane.band is not None and first < j:
-                offset = plane.band.offset
-                part = got[first - i :].view(plane.dtype)
-                part = part[:, :, offset : offset + plane.band.rope.rotary_dim]
-                cos, sin = tables[plane.band.rope]
-                turn_(part, cos[row[first:j]], sin[row[first:j]], plane.band.rope.pairing)
-            view.index_copy_(0, dst[i:j], got)
-        if plane.band is None:
+        angle = angles[plane.band.rope] if plane.band is not None else None
+        _splice_plane(plane, job, groups, angle)
+
+
+def _splice_plane(
+    plane: Plane, job: Job, groups: tuple[_Group, _Group, _Group], angles: _Angles | None
+) -> None:
+    still, moved, turned = groups
+    step = _step(plane, job, plane.row_bytes)
+    if job.moved:
+        turner = _Turner(plane, angles, step) if angles is not None else None
+        if job.overlap:
+            _move_staged(plane, job, turner)
+        else:
+            _move(plane, still, None, step)
+            _move(plane, moved, turner, step)
+    if angles is not None and job.moved < job.src.numel():
+        _turn_in_place(plane, turned, _Turner(plane, angles, _step(plane, job, plane.band_bytes)))
+
+
+class _Group:
+    """One group of a job: its runs, and the remaining tokens as device index tensors."""
+
+    __slots__ = ("dst", "row", "runs", "src")
+
+    def __init__(self, job: Job, start: int, stop: int, device: torch.device) -> None:
+        runs, rest = job.runs(start, stop)
+        self.runs = [(int(job.src[a]), int(job.dst[a]), b - a, int(job.row[a])) for a, b in runs]
+        self.src, self.dst = job.src[rest].to(device), job.dst[rest].to(device)
+        self.row = job.row[rest]
+
+    def pieces(self, step: int) -> Iterator[tuple[int, int, int | torch.Tensor]]:
+        """Chunks of the remaining tokens with the row of their angles, one if they share it."""
+        n = self.row.numel()
+        for i in range(0, n, step):
+            j = min(i + step, n)
+            first = int(self.row[i])
+            # Rows are sorted within a group.
+            yield i, j, first if first == int(self.row[j - 1]) else self.row[i:j].to(self.src.device)
+
+
+def _step(plane: Plane, job: Job, token_bytes: int) -> int:
+    """Tokens per chunk: as many as stay in cache and below the size at which torch uses its threads."""
+    step = min(_CHUNK_BYTES // max(token_bytes, 1), _SERIAL // max(plane.units[:1].numel(), 1))
+    if plane.turning is not None:
+        step = min(step, _SERIAL // plane.turning[:1].numel())
+    return max(1, min(step, job.src.numel()))
+
+
+def _move(plane: Plane, group: _Group, turner: _Turner | None, step: int) -> None:
+    units, turning = plane.units, plane.turning
+    for src, dst, count, row in group.runs:
+        if turner is None or turning is None:
+            units[dst : dst + count].copy_(units[src : src + count])
             continue
-        offset = plane.band.offset
-        view = view[:, :, offset : offset + plane.band.rope.rotary_dim]
-        for i, j in _chunks(job.moved, n, _CHUNK):
-            got = view.index_select(0, src[i:j])
-            cos, sin = tables[plane.band.rope]
-            turn_(got.view(plane.dtype), cos[row[i:j]], sin[row[i:j]], plane.band.rope.pairing)
-            view.index_copy_(0, src[i:j], got)
+        cos, sin = turner.angles.at(row)
+        for i in range(0, count, step):
+            a, b = dst + i, dst + min(i + step, count)
+            units[a:b].copy_(units[a + src - dst : b + src - dst])
+            turner(turning[a:b], cos, sin)
+    if group.src.numel() == 0:
+        return
+    stage = torch.empty((step, *units.shape[1:]), dtype=units.dtype, device=units.device)
+    band = _band_of(plane, stage)
+    for i, j, row_of in group.pieces(step):
+        got = torch.index_select(units, 0, group.src[i:j], out=stage[: j - i])
+        if turner is not None and band is not None:
+            turner(band[: j - i], *turner.angles.at(row_of))
+        units.index_copy_(0, group.dst[i:j], got)
 
 
-def turn_(band: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: Pairing) -> torch.Tensor:
-    """Rotate ``band`` ``[n, heads, rotary_dim]`` in place; ``cos``/``sin`` fp32 ``[n or 1, half]``.
-
-    Decoded to fp32, turned, encoded back to the band's dtype (round to nearest even).
-    """
-    half = band.shape[-1] // 2
-    c, s = cos[:, None, :], sin[:, None, :]
-    x = band.to(torch.float32)
-    if pairing is Pairing.HALVES:
-        a, b = x[..., :half], x[..., half:]
-        out_a, out_b = band[..., :half], band[..., half:]
-    else:
-        a, b = x[..., 0::2], x[..., 1::2]
-        out_a, out_b = band[..., 0::2], band[..., 1::2]
-    turned = a * c - b * s
-    out_b.copy_(b * c + a * s)
-    out_a.copy_(turned)
-    return band
+def _move_staged(plane: Plane, job: Job, turner: _Turner | None) -> None:
+    """All sources of the plane are read before the first destination is written."""
+    device = plane.rows.device
+    src, dst = job.src[: job.moved].to(device), job.dst[: job.moved].to(device)
+    stage = plane.units.index_select(0, src)
+    band = _band_of(plane, stage)
+    if turner is not None and band is not None:
+        for i in range(job.still, job.moved, turner.step):
+            j = min(i + turner.step, job.moved)
+            turner(band[i:j], *turner.angles.at(job.row[i:j].to(device)))
+    plane.units.index_copy_(0, dst, stage)
 
 
-def _indexable(rows: torch.Tensor) -> torch.Tensor:
-    """Index kernels do not take fp8; bytes are bytes."""
-    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
+def _turn_in_place(plane: Plane, group: _Group, turner: _Turner) -> None:
+    turning, units, step = plane.turning, plane.turning_units, turner.step
+    assert turning is not None and units is not None
+    for src, _, count, row in group.runs:
+        cos, sin = turner.angles.at(row)
+        for i in range(0, count, step):
+            turner(turning[src + i : src + min(i + step, count)], cos, sin)
+    if group.src.numel() == 0:
+        return
+    stage = torch.empty((step, *units.shape[1:]), dtype=units.dtype, device=units.device)
+    band = stage.view(plane.dtype).view(step, *turning.shape[1:])
+    for i, j, row_of in group.pieces(step):
+        got = torch.index_select(units, 0, group.src[i:j], out=stage[: j - i])
+        turner(band[: j - i], *turner.angles.at(row_of))
+        units.index_copy_(0, group.src[i:j], got)
 
 
-def _chunks(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
-    for i in range(start, stop, max(step, 1)):
-        yield i, min(i + step, stop)
+def _band_of(plane: Plane, stage: torch.Tensor) -> torch.Tensor | None:
+    """The rotary band of rows staged as units, ``[n, heads, rotary_dim]``."""
+    if plane.band is None:
+        return None
+    rows = stage.view(plane.dtype).view(stage.shape[0], *plane.rows.shape[1:])
+    return rows[:, :, plane.band.offset : plane.band.offset + plane.band.rope.rotary_dim]
+
+
+def _pairs_aligned(band: torch.Tensor) -> bool:
+    return band.storage_offset() % 2 == 0 and all(s % 2 == 0 for s in band.stride()[:-1])
+
+
+def _as_pairs(band: torch.Tensor) -> torch.Tensor:
+    """fp32 ``[c, heads, rotary_dim]`` as complex ``[c, heads, half]``, no copy."""
+    return torch.view_as_complex(band.unflatten(-1, (-1, 2)))
