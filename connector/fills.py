@@ -1,0 +1,280 @@
+"""Main process: prefill the replacements of an edit before the request itself (DESIGN §6, *Fill*).
+
+A replacement in the middle has no KV, and the engine computes prompts from their end only. So a request whose
+directives replace tokens first runs short internal requests, each the prompt up to one replacement's end with no
+sampling, and then itself. The client sends one request and sees one answer.
+
+Upstream: ``TokenizerManager.generate_request`` (an async generator) and ``.abort_request``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.runtime_context import get_parallel, get_schedule
+
+from leyline_lmcache.directive import normalize
+from leyline_lmcache.ranges import Range
+from leyline_lmcache.reasons import Fallback
+
+from . import hints
+from .plans import fill_ranges
+from .settings import Settings
+
+log = logging.getLogger(__name__)
+
+_ANY_LENGTH = 2**31 - 1
+"""The base's length is known to the scheduler only; bounds are checked there."""
+
+
+@dataclass(slots=True)
+class _Filling:
+    """A client's request whose fills are running now."""
+
+    fills: set[str] = field(default_factory=set)
+    aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Element:
+    """One prompt of a request, with what its fills have to copy."""
+
+    prompt: list[int]
+    raw: Any
+    spans: tuple[Range, ...]
+    cache_salt: str | None
+    extra_key: str | None
+    lora_path: str | None
+
+
+class FillRunner:
+    """Runs fills around ``generate_request``. One per process; keeps only what is in flight."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._min_reuse = settings.min_reuse
+        self._filling: dict[str, _Filling] = {}
+
+    async def generate(
+        self, original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
+    ) -> AsyncIterator[Any]:
+        """Replaces ``generate_request``: fills first, then the request; reports are unpacked on the way out."""
+        elements = await self._elements_or_none(manager, obj) if isinstance(obj, GenerateReqInput) else []
+        if elements:
+            if _is_single(obj) and obj.rid is None:
+                # Set here, so that an abort during the fill can name it.
+                obj.rid = uuid.uuid4().hex
+            rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
+            filling = _Filling()
+            self._filling.update(dict.fromkeys(rids, filling))
+            try:
+                last = await self._fill_all(original, manager, obj, elements, filling, request)
+            finally:
+                for rid in rids:
+                    self._filling.pop(rid, None)
+            if filling.aborted:
+                yield _aborted(obj, elements, last)
+                return
+        async with aclosing(original(manager, obj, request)) as answers:  # type: ignore[type-var]
+            async for answer in answers:
+                yield _unpacked(answer)
+
+    def abort(
+        self, original: Callable[..., Any], manager: Any, rid: str = "", abort_all: bool = False
+    ) -> Any:
+        """Replaces ``abort_request``: while a request is being filled, the manager does not know its id yet."""
+        if abort_all:
+            for filling in self._filling.values():
+                filling.aborted = True
+            return original(manager, rid, abort_all)
+        filling = self._filling.get(rid)
+        if filling is None:
+            return original(manager, rid, abort_all)
+        filling.aborted = True
+        for fill in list(filling.fills):
+            original(manager, fill, False)
+        return None
+
+    # ------------------------------------------------------------------ what to fill
+
+    async def _elements_or_none(self, manager: Any, obj: GenerateReqInput) -> list[_Element]:
+        """As :meth:`_elements`; a fault of ours costs the splice, never the request."""
+        raws = _envelopes(obj)
+        for raw in raws:
+            hints.refuse_internal(raw)
+        if all(raw is None for raw in raws):
+            return []
+        try:
+            return await self._elements(manager, obj, raws)
+        except Exception:
+            log.exception("the fills of request %s could not be worked out", obj.rid)
+            return []
+
+    async def _elements(self, manager: Any, obj: GenerateReqInput, raws: list[Any]) -> list[_Element]:
+        """The prompts of a request that need fills. Malformed directives need none: the scheduler names the fault."""
+        if obj.contains_mm_input() or obj.input_embeds is not None:
+            return []
+        if get_parallel().dp_size > 1 and obj.routed_dp_rank is None:
+            return []  # the fill and the request could reach different engines
+        page_size = get_schedule().page_size
+        elements: list[_Element] = []
+        for i, raw in enumerate(raws):
+            if raw is None:
+                continue
+            try:
+                envelope = hints.decode(raw)
+                directives = normalize(envelope.directives, _ANY_LENGTH)
+            except Fallback:
+                continue
+            if envelope.forgets:
+                continue
+            spans = fill_ranges([d for d in directives if not d.is_identity], page_size, self._min_reuse)
+            if not spans:
+                continue
+            prompt = await _prompt(manager, obj, i)
+            # What ends near the prompt's end is prefilled by the request itself.
+            spans = tuple(span for span in spans if span[1] + self._min_reuse <= len(prompt))
+            if spans:
+                elements.append(
+                    _Element(
+                        prompt,
+                        raw,
+                        spans,
+                        _at(obj.cache_salt, i),
+                        _at(obj.extra_key, i),
+                        _at(obj.lora_path, i),
+                    )
+                )
+        return elements
+
+    # ------------------------------------------------------------------ running them
+
+    async def _fill_all(
+        self,
+        original: Callable[..., AsyncIterator[Any]],
+        manager: Any,
+        obj: GenerateReqInput,
+        elements: list[_Element],
+        filling: _Filling,
+        request: Any,
+    ) -> dict[str, Any] | None:
+        """Fill every prompt, prompts side by side; returns the last answer of a fill, if any.
+
+        A fill that fails is not the request's failure: the scheduler then finds the replacement missing and prefills.
+        Only the client's departure is passed on.
+        """
+        jobs = [
+            asyncio.ensure_future(self._fill_one(original, manager, obj, element, filling, request))
+            for element in elements
+        ]
+        try:
+            answers = await asyncio.gather(*jobs)
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+            raise
+        return next((answer for answer in reversed(answers) if answer is not None), None)
+
+    async def _fill_one(
+        self,
+        original: Callable[..., AsyncIterator[Any]],
+        manager: Any,
+        obj: GenerateReqInput,
+        element: _Element,
+        filling: _Filling,
+        request: Any,
+    ) -> dict[str, Any] | None:
+        last: dict[str, Any] | None = None
+        for span in element.spans:
+            if filling.aborted:
+                break
+            rid = f"leyline-fill-{uuid.uuid4().hex}"
+            fill = GenerateReqInput(
+                rid=rid,
+                input_ids=element.prompt[: span[1]],
+                sampling_params={"max_new_tokens": 0, "temperature": 0},
+                kv_hints=hints.fill_envelope(element.raw, span),
+                cache_salt=element.cache_salt,
+                extra_key=element.extra_key,
+                lora_path=element.lora_path,
+                priority=obj.priority,
+                routed_dp_rank=obj.routed_dp_rank,
+            )
+            filling.fills.add(rid)
+            try:
+                async with aclosing(original(manager, fill, request)) as answers:  # type: ignore[type-var]
+                    async for answer in answers:
+                        last = answer
+            except Exception as error:
+                if request is not None and not filling.aborted and await request.is_disconnected():
+                    raise
+                log.warning("fill of request %s failed: %s", obj.rid, type(error).__name__)
+                break
+            finally:
+                filling.fills.discard(rid)
+        return last
+
+
+async def _prompt(manager: Any, obj: GenerateReqInput, i: int) -> list[int]:
+    """Token ids of one prompt, exactly as SGLang will tokenize it."""
+    if obj.input_ids is not None:
+        ids = obj.input_ids if _is_single(obj) else obj.input_ids[i]
+        return list(ids)
+    text = obj.text if _is_single(obj) else obj.text[i]
+    ids, _ = await manager._tokenize_texts(text)
+    return list(ids)
+
+
+def _envelopes(obj: GenerateReqInput) -> list[Any]:
+    """One undecoded envelope, or None, per prompt."""
+    count = 1 if _is_single(obj) else len(obj.input_ids if obj.input_ids is not None else obj.text or ())
+    return [hints.raw_envelope(_at(obj.kv_hints, i), _at(obj.sampling_params, i)) for i in range(count)]
+
+
+def _is_single(obj: GenerateReqInput) -> bool:
+    if obj.input_ids is not None:
+        return not obj.input_ids or not isinstance(obj.input_ids[0], list)
+    return not isinstance(obj.text, list)
+
+
+def _at(value: Any, i: int) -> Any:
+    """One prompt's value of a field that may be given once for all prompts."""
+    return (value[i] if i < len(value) else None) if isinstance(value, list) else value
+
+
+def _aborted(obj: GenerateReqInput, elements: list[_Element], last: dict[str, Any] | None) -> Any:
+    """The answer to a request that was aborted while it was being filled, in the shape of SGLang's own."""
+    meta = dict(last["meta_info"]) if last else {"cached_tokens": 0}
+    meta.pop("leyline", None)
+    meta |= {
+        "finish_reason": {"type": "abort", "message": "Aborted while its replacements were prefilled"},
+        "prompt_tokens": len(elements[0].prompt),
+        "completion_tokens": 0,
+    }
+    if isinstance(obj.rid, list):
+        return [
+            {"text": "", "output_ids": [], "meta_info": {**meta, "id": rid}, "index": i}
+            for i, rid in enumerate(obj.rid)
+        ]
+    return {"text": "", "output_ids": [], "meta_info": {**meta, "id": obj.rid}}
+
+
+def _unpacked(answer: Any) -> Any:
+    """``meta_info["leyline"]`` as one object: SGLang carries per-token lists, also for neighbours in a batch."""
+    for each in answer if isinstance(answer, list) else [answer]:
+        meta = each.get("meta_info") if isinstance(each, dict) else None
+        if meta is None or not isinstance(meta.get("leyline"), list):
+            continue
+        report = next((value for value in meta["leyline"] if value is not None), None)
+        if report is None:
+            del meta["leyline"]
+        else:
+            meta["leyline"] = report
+    return answer

@@ -1,0 +1,78 @@
+"""The directive envelope as SGLang carries it.
+
+Native requests have ``kv_hints`` (``managers/kv_hints.py``); the OpenAI endpoints have ``custom_params.kv_hints`` in
+the sampling parameters, as JSON text or as an object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from leyline_lmcache.envelope import Envelope, parse_envelope
+from leyline_lmcache.ranges import Range
+
+FILL_ACTION = "leyline.fill"
+"""Marks an internal request; clients may not send it."""
+
+
+def raw_envelope(kv_hints: Any, sampling_params: Any) -> Any:
+    """The envelope of one request, undecoded, or None. ``sampling_params``: SGLang's object or its mapping."""
+    if kv_hints is not None:
+        return kv_hints
+    if isinstance(sampling_params, Mapping):
+        custom = sampling_params.get("custom_params")
+    else:
+        custom = getattr(sampling_params, "custom_params", None)
+    return custom.get("kv_hints") if isinstance(custom, Mapping) else None
+
+
+def decode(raw: Any) -> Envelope:
+    """Raises ``Fallback`` (``invalid_directive``) naming the field."""
+    if isinstance(raw, msgspec.Struct):
+        raw = msgspec.to_builtins(raw)
+    return parse_envelope(raw)
+
+
+def fill_envelope(raw: Any, span: Range) -> dict[str, Any]:
+    """The envelope of the internal request that fills ``span`` for the request that carries ``raw``."""
+    if isinstance(raw, msgspec.Struct):
+        raw = msgspec.to_builtins(raw)
+    if isinstance(raw, str | bytes):
+        raw = msgspec.json.decode(raw)
+    marker = {
+        "action_id": "fill",
+        "action_type": FILL_ACTION,
+        "action_version": "1",
+        "payload": {"start": span[0], "end": span[1]},
+    }
+    return {**raw, "actions": [marker, *raw["actions"]]}
+
+
+def fill_span(raw: Any) -> Range | None:
+    """The span of an internal request's envelope; None for a client's."""
+    actions = (
+        raw.actions
+        if isinstance(raw, msgspec.Struct)
+        else raw.get("actions", ())
+        if isinstance(raw, Mapping)
+        else ()
+    )
+    for action in actions or ():
+        kind = action.action_type if isinstance(action, msgspec.Struct) else action.get("action_type")
+        if kind == FILL_ACTION:
+            payload = action.payload if isinstance(action, msgspec.Struct) else action["payload"]
+            return int(payload["start"]), int(payload["end"])
+    return None
+
+
+def refuse_internal(raw: Any) -> None:
+    """Raise ValueError (an HTTP 400 in SGLang) when a client sends the internal action."""
+    try:
+        internal = fill_span(raw) is not None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return
+    if internal:
+        raise ValueError(f"kv_hints: action_type {FILL_ACTION} is internal to Leyline and cannot be sent")

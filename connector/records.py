@@ -1,0 +1,123 @@
+"""Base records: what past responses left in the cache, so that a later request can edit them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from leyline_lmcache.view import BufferId, View
+
+from .lineage import Roundings, Tokens, untagged
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Who may read a base (I7): SGLang's ``cache_salt``, ``extra_key`` and LoRA adapter of the request."""
+
+    cache_salt: str | None
+    extra_key: str | None
+    lora: str | None
+
+    @property
+    def salt(self) -> str:
+        """One unambiguous string, for buffer ids."""
+        return repr((self.cache_salt, self.extra_key, self.lora))
+
+    def __repr__(self) -> str:
+        # A salt may be a secret of the tenant's.
+        return f"Namespace(salted={self.cache_salt is not None}, keyed={self.extra_key is not None})"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRecord:
+    """A finished request's prompt and completion, up to the last token that has KV.
+
+    Attributes:
+        response: id the client knows it by.
+        keys: tagged radix key, int64 ``[length]``; the path in the tree that holds (or held) its KV.
+        view: its pieces, same length.
+        buffer: the buffer that holds what this request itself computed.
+        roundings: of the KV on that path.
+    """
+
+    response: str
+    namespace: Namespace
+    keys: Tokens
+    view: View
+    buffer: BufferId
+    roundings: Roundings
+
+    @property
+    def length(self) -> int:
+        return self.view.length
+
+    @property
+    def tokens(self) -> Tokens:
+        """Plain token ids."""
+        return untagged(self.keys)
+
+    def __repr__(self) -> str:
+        return f"BaseRecord({self.response!r}, {self.length} tokens, {len(self.view.pieces)} pieces)"
+
+
+class RecordStore:
+    """Base records by response id, bounded in number and in tokens; the least recently used goes first."""
+
+    def __init__(self, max_records: int, max_tokens: int) -> None:
+        self._max_records = max_records
+        self._max_tokens = max_tokens
+        self._records: OrderedDict[str, BaseRecord] = OrderedDict()
+        self._holders: dict[BufferId, OrderedDict[str, None]] = {}
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens over all records."""
+        return self._tokens
+
+    def add(self, record: BaseRecord) -> None:
+        """Remember a record; one of the same response id is replaced."""
+        self._drop(record.response)
+        self._records[record.response] = record
+        self._tokens += record.length
+        for buffer in record.view.buffers():
+            self._holders.setdefault(buffer, OrderedDict())[record.response] = None
+        while len(self._records) > 1 and (
+            len(self._records) > self._max_records or self._tokens > self._max_tokens
+        ):
+            self._drop(next(iter(self._records)))
+
+    def get(self, response: str, namespace: Namespace) -> BaseRecord | None:
+        """The record, if it is known *and* belongs to the namespace; a stranger's base is as good as unknown."""
+        record = self._records.get(response)
+        if record is None or record.namespace != namespace:
+            return None
+        self._records.move_to_end(response)
+        return record
+
+    def holders(self, buffer: BufferId, namespace: Namespace) -> Iterator[BaseRecord]:
+        """Records whose view has pieces of a buffer, the latest first."""
+        for response in reversed(self._holders.get(buffer, ())):
+            record = self._records[response]
+            if record.namespace == namespace:
+                yield record
+
+    def clear(self) -> None:
+        self._records.clear()
+        self._holders.clear()
+        self._tokens = 0
+
+    def _drop(self, response: str) -> None:
+        record = self._records.pop(response, None)
+        if record is None:
+            return
+        self._tokens -= record.length
+        for buffer in record.view.buffers():
+            holders = self._holders[buffer]
+            del holders[response]
+            if not holders:
+                del self._holders[buffer]

@@ -1,0 +1,220 @@
+"""What happened to edits: the report in each response, counters, and the op journal."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+
+from leyline_lmcache.journal import JournalWriter, OpRecord
+from leyline_lmcache.ops import OpKind, Tier
+from leyline_lmcache.ranges import Range
+from leyline_lmcache.reasons import Fallback, FallbackReason
+
+from .plans import Kind, RequestPlan
+from .settings import Settings
+from .sources import Run
+
+log = logging.getLogger(__name__)
+
+
+class Outcome(StrEnum):
+    """How a request with directives was served."""
+
+    SPLICED = "spliced"
+    """From edited KV."""
+    EXACT = "exact"
+    """On the ordinary path, because the directives leave an exact continuation."""
+    FALLBACK = "fallback"
+    """By prefilling; the reason says why."""
+
+
+@dataclass(slots=True)
+class EditReport:
+    """Travels back to the client as ``meta_info["leyline"]``.
+
+    Attributes:
+        prefix: tokens before the first edit, on the ordinary path.
+        spliced: tokens after the first edit whose KV was kept.
+        moved: of those, how many this request had to move; the rest lay in the tree already.
+        filled: tokens prefilled for replacements (with their alignment slack).
+        in_place: slots were taken over instead of copied.
+    """
+
+    outcome: Outcome | None = None
+    reason: str | None = None
+    detail: str | None = None
+    edits: int = 0
+    prefix: int = 0
+    spliced: int = 0
+    moved: int = 0
+    filled: int = 0
+    in_place: bool = False
+    lineage: str | None = None
+
+    def exact(self) -> EditReport:
+        self.outcome = Outcome.EXACT
+        return self
+
+    def refused(self, why: Fallback) -> EditReport:
+        self.outcome, self.reason, self.detail = Outcome.FALLBACK, why.reason.value, why.detail
+        self.prefix = self.spliced = self.moved = self.filled = 0
+        self.in_place = False
+        return self
+
+    def applied(self, *, prefix: int, spliced: int, filled: int, edits: int, lineage: str) -> None:
+        self.outcome, self.reason, self.detail = Outcome.SPLICED, None, None
+        self.prefix, self.spliced, self.filled, self.edits, self.lineage = (
+            prefix,
+            spliced,
+            filled,
+            edits,
+            lineage,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+class Reporter:
+    """Counters and journal of one scheduler process.
+
+    Under SGLang's ``--enable-metrics`` the counters join its ``/metrics`` (Prometheus' multiprocess files);
+    ``metrics_port`` serves them otherwise.
+    """
+
+    def __init__(self, settings: Settings, *, row_bytes: int = 0, band_bytes: int = 0) -> None:
+        self._row_bytes = row_bytes
+        self._band_bytes = band_bytes
+        registry = CollectorRegistry()
+        self._edits = Counter(
+            "leyline_edits",
+            "Requests with directives, by outcome and reason",
+            ["outcome", "reason"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "leyline_tokens", "Tokens after an edit, by how their KV came about", ["how"], registry=registry
+        )
+        self._ops = Counter("leyline_ops", "Ops executed", ["tier", "op"], registry=registry)
+        self._seconds = Histogram(
+            "leyline_splice_seconds",
+            "Time of one splice in the scheduler",
+            buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
+            registry=registry,
+        )
+        self._journal: JournalWriter | None = None
+        if settings.journal_dir is not None:
+            try:
+                self._journal = JournalWriter(
+                    settings.journal_dir,
+                    max_bytes=settings.journal_max_bytes,
+                    max_files=settings.journal_max_files,
+                )
+            except OSError as error:
+                log.error(
+                    "journal_dir: %s cannot be written (%s); no journal is kept", settings.journal_dir, error
+                )
+        if settings.metrics_port is not None:
+            try:
+                start_http_server(settings.metrics_port, registry=registry)
+            except OSError as error:
+                log.error("metrics_port: %d cannot be opened (%s)", settings.metrics_port, error)
+
+    def finish(self, rid: str, report: EditReport) -> None:
+        """The outcome of one request is known."""
+        outcome = report.outcome or Outcome.EXACT
+        self._edits.labels(outcome.value, report.reason or "").inc()
+        if outcome is Outcome.FALLBACK:
+            log.info("edit of request %s is prefilled: %s: %s", rid, report.reason, report.detail)
+            self._write(OpRecord(time.time(), rid, "", Tier.GPU, None, reason=FallbackReason(report.reason)))
+        elif outcome is Outcome.SPLICED:
+            self._tokens.labels("spliced").inc(report.spliced)
+
+    def reprefilled(self, tokens: int) -> None:
+        """Tokens prefilled although an edit wanted to keep them."""
+        self._tokens.labels("reprefilled").inc(tokens)
+
+    def spliced(
+        self,
+        rid: str,
+        plan: RequestPlan,
+        runs: list[Run],
+        moved: int,
+        in_place: bool,
+        freed: int,
+        micros: float,
+        page: int,
+    ) -> None:
+        """A splice was executed: ``runs`` moved ``moved`` bytes in ``micros``."""
+        self._seconds.observe(micros / 1e6)
+        total = sum(run.length for run in runs)
+        for run in runs:
+            if run.shift:
+                kind = OpKind.ROTATE if in_place else OpKind.COPY_ROTATE
+            elif not in_place:
+                kind = OpKind.COPY
+            else:
+                continue  # the tokens stay where they are, under another key
+            share = run.length / total
+            self._op(
+                rid,
+                plan,
+                kind,
+                run.start,
+                run.start + run.length,
+                page,
+                run.shift,
+                moved * share,
+                micros * share,
+            )
+        if plan.kind is Kind.MAIN and plan.edits:
+            gone = freed if in_place else plan.record.length - plan.first_change
+            self._op(rid, plan, OpKind.INVALIDATE, plan.first_change, plan.first_change + gone, page, 0, 0, 0)
+
+    def filled(self, rid: str, plan: RequestPlan, span: Range, micros: float, page: int) -> None:
+        """An internal request prefilled a replacement."""
+        self._tokens.labels("filled").inc(span[1] - span[0])
+        size = (span[1] - span[0]) * self._row_bytes
+        self._op(rid, plan, OpKind.FILL, span[0], span[1], page, 0, size, micros)
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+    def _op(
+        self,
+        rid: str,
+        plan: RequestPlan,
+        kind: OpKind,
+        start: int,
+        end: int,
+        page: int,
+        shift: int,
+        size: float,
+        micros: float,
+    ) -> None:
+        self._ops.labels(Tier.GPU.value, kind.value).inc()
+        blocks = -(-end // page) - start // page if end > start else 0
+        self._write(
+            OpRecord(
+                ts=time.time(),
+                request=rid,
+                lineage=plan.lineage.fingerprint.hex(),
+                tier=Tier.GPU,
+                op=kind,
+                blocks=blocks,
+                tokens=end - start,
+                shift=shift,
+                bytes=round(size),
+                micros=round(micros),
+            )
+        )
+
+    def _write(self, record: OpRecord) -> None:
+        if self._journal is not None:
+            self._journal.write(record)
