@@ -1,1 +1,5 @@
-"""The ``leyline`` command."""
+"""The ``leyline`` command: one module per sub-command, imported only when it is called."""
+
+from leyline_lmcache.cli.app import main
+
+__all__ = ["main"]

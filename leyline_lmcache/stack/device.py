@@ -49,7 +49,7 @@ def server_env(
         env |= {key: value for key, value in _CPU.items() if key not in env}
         before = env.get("PYTHONPATH")
         env["PYTHONPATH"] = os.pathsep.join([str(CPU_SHIM), *([before] if before else [])])
-    return env | extra
+    return env | dict(extra)
 
 
 def activate_shim() -> None:

@@ -21,7 +21,7 @@ NAMES = (*recipes.RECIPES, TRAINED)
 
 
 def trained_dir() -> Path:
-    """Folder of the trained model and its cases: ``tiny_mla`` below the tree's ``models`` or ``LEYLINE_MODELS``.
+    """Folder of the trained model: ``tiny_mla`` below the tree's ``models`` or ``LEYLINE_MODELS``.
 
     Raises:
         StackError: it is not there, as in an installation from a wheel.

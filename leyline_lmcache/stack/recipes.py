@@ -2,8 +2,8 @@
 
     python -m leyline_lmcache.stack.recipes NAME FOLDER
 
-Needs transformers; everything else in this package only names the recipes. Token ids 0 to 255 are bytes, so any
-text has as many tokens as it has UTF-8 bytes.
+Needs transformers; everything else in this package only names the recipes. Token ids 0 to 255 are bytes, so
+any text has as many tokens as it has UTF-8 bytes.
 """
 
 from __future__ import annotations

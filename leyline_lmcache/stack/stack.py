@@ -107,8 +107,8 @@ class Stack:
                 lease.take(purpose, wanted)
             self._ports = dict(lease.ports)
             self._servers = {c.role: ServerProcess(c, self._directory) for c in self._commands(model)}
-            # SGLang imports for many seconds before it first needs lmcache, and lmcache connects to Redis when
-            # it needs it, so all of them start at once.
+            # SGLang imports for many seconds before it first needs lmcache, and lmcache connects to Redis
+            # when it needs it, so all of them start at once.
             for server in self._servers.values():
                 server.start(self._lifeline[0])
             for role in self._servers:

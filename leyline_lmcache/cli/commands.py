@@ -1,0 +1,29 @@
+"""The sub-commands. To add one: a module with a function ``run``, and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One sub-command.
+
+    Attributes:
+        module: where it is; its function ``run`` takes the options, its docstring is the help text.
+        summary: the line that ``leyline --help`` shows.
+    """
+
+    module: str
+    summary: str
+
+
+COMMANDS: Mapping[str, Entry] = MappingProxyType(
+    {
+        "up": Entry("leyline_lmcache.cli.up", "Start Redis, lmcache server and SGLang on this machine."),
+        "down": Entry("leyline_lmcache.cli.down", "Stop what `up` started."),
+        "status": Entry("leyline_lmcache.cli.status", "Show the stacks that `up` started."),
+    }
+)
