@@ -1,7 +1,7 @@
 """Named stacks that outlive the command that started them.
 
-A stack is a folder below `paths.state_dir` with its logs, its generated configuration and, while it runs, a record of
-its endpoints and of the guards through which it is stopped.
+A stack is a folder below `paths.state_dir` with its logs, its generated configuration and, while it runs, a
+record of its endpoints and of the guards through which it is stopped.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Record:
 
     @property
     def state(self) -> str:
-        """``running``, ``partly running`` or ``stopped``; the last if nobody stopped it but nothing is left of it."""
+        """``running``, ``partly running``, or ``stopped`` if nothing is left of it."""
         alive = self.alive().values()
         return "running" if all(alive) else "partly running" if any(alive) else "stopped"
 
@@ -117,9 +117,7 @@ def load(name: str) -> Record | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise StackError(
-            f"name: the record of {name} is unreadable ({error}); see {path}, then remove it"
-        ) from error
+        raise StackError(f"name: the record of {name} is unreadable ({error}); remove {path}") from error
 
 
 def _save(record: Record) -> None:
