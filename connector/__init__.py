@@ -10,7 +10,8 @@ Everything that touches the internals of SGLang or LMCache lives in this package
 ``hints``           the directive envelope as SGLang carries it
 ``fills``           main process: the short internal requests that prefill replacements
 ``cache``           scheduler process: the radix-cache subclass, thin overrides only
-``gpu_tier``        what the overrides do: plan, splice, record
+``gpu_tier``        what the overrides do: decide, splice, remember
+``splicer``         one splice, from sources to the published path
 ``plans``           one request's plan (pure arithmetic)
 ``records``         base records: what past responses left in the cache
 ``lineage``         tags that keep edited KV apart from exact KV

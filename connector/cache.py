@@ -1,8 +1,8 @@
 """The radix cache SGLang runs: thin overrides around :class:`GpuTier`.
 
 Upstream: ``UnifiedRadixCache`` (``mem_cache/unified_radix_cache.py``) and, with ``--enable-lmcache``,
-``LMCacheUnifiedRadixCache``. An exception in an override would kill the scheduler and with it the server, so each one
-is caught, counted as ``internal_error`` and answered on the exact path.
+``LMCacheUnifiedRadixCache``. An exception in an override would kill the scheduler and with it the server,
+so each one is caught, counted as ``internal_error`` and answered on the exact path.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .settings import Settings
 from .slots import Path
 
 if TYPE_CHECKING:
-    # Only for the type checker: the mixin goes in front of one of SGLang's caches.
-    _Base = UnifiedRadixCache
+    # The mixin goes in front of one of SGLang's caches.
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache as _Base
 else:
     _Base = object
 
@@ -118,7 +118,7 @@ class EditableCache(_Base):
 
     def release_aborted_request(self, handle: Any) -> None:
         if self._tier is not None:
-            self._tier.forget_request(handle.rid)
+            self._tier.ended(handle.rid)
         super().release_aborted_request(handle)
 
     # ------------------------------------------------------------------ life cycle

@@ -1,8 +1,8 @@
 """Main process: prefill the replacements of an edit before the request itself (DESIGN §6, *Fill*).
 
 A replacement in the middle has no KV, and the engine computes prompts from their end only. So a request whose
-directives replace tokens first runs short internal requests, each the prompt up to one replacement's end with no
-sampling, and then itself. The client sends one request and sees one answer.
+directives replace tokens first runs short internal requests, each the prompt up to one replacement's end
+with no sampling, and then itself. The client sends one request and sees one answer.
 
 Upstream: ``TokenizerManager.generate_request`` (an async generator) and ``.abort_request``.
 """
@@ -64,7 +64,7 @@ class FillRunner:
     async def generate(
         self, original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
     ) -> AsyncIterator[Any]:
-        """Replaces ``generate_request``: fills first, then the request; reports are unpacked on the way out."""
+        """In place of ``generate_request``: fills first, then the request; unpacks the reports."""
         elements = await self._elements_or_none(manager, obj) if isinstance(obj, GenerateReqInput) else []
         if elements:
             if _is_single(obj) and obj.rid is None:
@@ -88,10 +88,10 @@ class FillRunner:
     def abort(
         self, original: Callable[..., Any], manager: Any, rid: str = "", abort_all: bool = False
     ) -> Any:
-        """Replaces ``abort_request``: while a request is being filled, the manager does not know its id yet."""
+        """In place of ``abort_request``: while a request is filled, the manager does not know its id."""
         if abort_all:
-            for filling in self._filling.values():
-                filling.aborted = True
+            for running in self._filling.values():
+                running.aborted = True
             return original(manager, rid, abort_all)
         filling = self._filling.get(rid)
         if filling is None:
@@ -117,7 +117,8 @@ class FillRunner:
             return []
 
     async def _elements(self, manager: Any, obj: GenerateReqInput, raws: list[Any]) -> list[_Element]:
-        """The prompts of a request that need fills. Malformed directives need none: the scheduler names the fault."""
+        """The prompts of a request that need fills. Malformed directives need none: the scheduler names the
+        fault."""
         if obj.contains_mm_input() or obj.input_embeds is not None:
             return []
         if get_parallel().dp_size > 1 and obj.routed_dp_rank is None:
@@ -166,8 +167,8 @@ class FillRunner:
     ) -> dict[str, Any] | None:
         """Fill every prompt, prompts side by side; returns the last answer of a fill, if any.
 
-        A fill that fails is not the request's failure: the scheduler then finds the replacement missing and prefills.
-        Only the client's departure is passed on.
+        A fill that fails is not the request's failure: the scheduler then finds the replacement missing
+        and prefills. Only the client's departure is passed on.
         """
         jobs = [
             asyncio.ensure_future(self._fill_one(original, manager, obj, element, filling, request))
@@ -267,7 +268,7 @@ def _aborted(obj: GenerateReqInput, elements: list[_Element], last: dict[str, An
 
 
 def _unpacked(answer: Any) -> Any:
-    """``meta_info["leyline"]`` as one object: SGLang carries per-token lists, also for neighbours in a batch."""
+    """``meta_info["leyline"]`` as one object: SGLang sends per-token lists, to neighbours in a batch too."""
     for each in answer if isinstance(answer, list) else [answer]:
         meta = each.get("meta_info") if isinstance(each, dict) else None
         if meta is None or not isinstance(meta.get("leyline"), list):

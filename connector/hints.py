@@ -1,7 +1,7 @@
 """The directive envelope as SGLang carries it.
 
-Native requests have ``kv_hints`` (``managers/kv_hints.py``); the OpenAI endpoints have ``custom_params.kv_hints`` in
-the sampling parameters, as JSON text or as an object.
+Native requests have ``kv_hints`` (``managers/kv_hints.py``); the OpenAI endpoints have
+``custom_params.kv_hints`` in the sampling parameters, as JSON text or as an object.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILL_ACTION = "leyline.fill"
 
 
 def raw_envelope(kv_hints: Any, sampling_params: Any) -> Any:
-    """The envelope of one request, undecoded, or None. ``sampling_params``: SGLang's object or its mapping."""
+    """The envelope of one request, undecoded, or None. ``sampling_params``: SGLang's object or mapping."""
     if kv_hints is not None:
         return kv_hints
     if isinstance(sampling_params, Mapping):
@@ -53,19 +53,16 @@ def fill_envelope(raw: Any, span: Range) -> dict[str, Any]:
 
 def fill_span(raw: Any) -> Range | None:
     """The span of an internal request's envelope; None for a client's."""
-    actions = (
-        raw.actions
-        if isinstance(raw, msgspec.Struct)
-        else raw.get("actions", ())
-        if isinstance(raw, Mapping)
-        else ()
-    )
-    for action in actions or ():
-        kind = action.action_type if isinstance(action, msgspec.Struct) else action.get("action_type")
-        if kind == FILL_ACTION:
-            payload = action.payload if isinstance(action, msgspec.Struct) else action["payload"]
+    for action in _field(raw, "actions") or ():
+        if _field(action, "action_type") == FILL_ACTION:
+            payload = _field(action, "payload")
             return int(payload["start"]), int(payload["end"])
     return None
+
+
+def _field(value: Any, name: str) -> Any:
+    """A field of SGLang's struct or of a decoded object; None where it is neither or lacks the field."""
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
 
 
 def refuse_internal(raw: Any) -> None:

@@ -1,7 +1,8 @@
 """Tags that keep edited KV apart from exact KV in one radix tree (I1, I2).
 
-A radix key is an array of int64 and a token id needs 32 bits, so tokens at and after an edit carry a lineage tag in
-the high half: ``key[i] = tag << 32 | token``. Tag 0 is exact KV, and its keys are the ordinary ones.
+A radix key is an array of int64 and a token id needs 32 bits, so tokens at and after an edit carry a
+lineage tag in the high half: ``key[i] = tag << 32 | token``. Tag 0 is exact KV, and its keys are the
+ordinary ones.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Roundings:
-    """How often the keys of a sequence were rotated one after another, as disjoint runs; 0 where nothing is said.
+    """How often the keys of a sequence were rotated one after another, as disjoint runs; 0 where nothing
+    is said.
 
-    Rotating from KV as it was first computed counts one. Taking over slots that were rotated before adds one (I4).
+    Rotating from KV as it was first computed counts one. Taking over slots that were rotated before adds
+    one (I4).
     """
 
     runs: list[tuple[int, int, int]] = field(default_factory=list)
@@ -70,7 +73,8 @@ class Lineage:
 
 
 class LineageTable:
-    """Tags by fingerprint: equal views share a tag, different views never do. Bounded; a tag is never used twice."""
+    """Tags by fingerprint: equal views share a tag, different views never do. Bounded; a tag is never used
+    twice."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -17,7 +17,18 @@ from leyline_lmcache.ranges import Range
 from leyline_lmcache.reasons import Fallback, FallbackReason
 from leyline_lmcache.view import View
 
-from .lineage import EXACT, Lineage, LineageTable, Roundings, Tokens, as_tokens, key_array, tag_at, tagged
+from .lineage import (
+    EXACT,
+    TAG_SHIFT,
+    Lineage,
+    LineageTable,
+    Roundings,
+    Tokens,
+    as_tokens,
+    key_array,
+    tag_at,
+    tagged,
+)
 from .records import BaseRecord
 
 
@@ -43,6 +54,7 @@ class RequestPlan:
         fills: view ranges the engine prefills in internal requests, block-aligned.
         goal: view positions ``[0, goal)`` that must be in the tree before this request is prefilled.
         edits: number of directives that change something.
+        exact: leading tokens that no edit ever touched.
     """
 
     kind: Kind
@@ -53,6 +65,7 @@ class RequestPlan:
     fills: tuple[Range, ...]
     goal: int
     edits: int
+    exact: int
 
     @property
     def target(self) -> int:
@@ -83,8 +96,9 @@ class RequestPlan:
 def fill_ranges(directives: Sequence[Directive], page_size: int, min_reuse: int) -> tuple[Range, ...]:
     """View ranges that have to be prefilled for the replacements, in order.
 
-    Each replacement is widened to whole pages, as the engine prefills from a page's start and only whole pages enter
-    the tree. Two that leave fewer than ``min_reuse`` kept tokens between them become one. ``directives``: sorted.
+    Each replacement is widened to whole pages, as the engine prefills from a page's start and only whole
+    pages enter the tree. Two that leave fewer than ``min_reuse`` kept tokens between them become one.
+    ``directives``: sorted.
     """
     out: list[Range] = []
     moved = 0
@@ -124,13 +138,14 @@ def plan_request(
         The plan, or None when the directives leave an exact continuation: the ordinary path is right then.
 
     Raises:
-        Fallback: invalid_directive, overlapping_edits, token_mismatch, below_min_reuse, unsupported_runtime (FORGET).
+        Fallback: invalid_directive, overlapping_edits, token_mismatch, below_min_reuse,
+            unsupported_runtime (FORGET).
     """
     ordered = normalize(directives, record.length)
     if any(directive.mode is Mode.FORGET for directive in ordered):
         raise Fallback(
             FallbackReason.UNSUPPORTED_RUNTIME,
-            "mode: forget does not erase in this release; the edited text was prefilled, the old KV stays cached",
+            "mode: forget does not erase in this release; the edited text is prefilled, the old KV stays",
         )
     edits = [directive for directive in ordered if not directive.is_identity]
     edited = _edited_tokens(record.tokens, edits)
@@ -148,7 +163,7 @@ def plan_request(
     elif same < touched:
         raise Fallback(
             FallbackReason.TOKEN_MISMATCH,
-            f"the prompt departs from the edited base at position {same}, before the last edit ends at {touched}",
+            f"the prompt departs from the edited base at {same}, before the last edit ends at {touched}",
         )
 
     raw = record.view.apply([edit.edit for edit in edits])
@@ -176,6 +191,7 @@ def plan_request(
         fills=tuple(fills),
         goal=goal,
         edits=len(edits),
+        exact=_exact_prefix(record, edits[0].start),
     )
     if fill is None:
         kept = plan.kept(plan.first_change, target) if target > plan.first_change else 0
@@ -215,7 +231,14 @@ def _continuation(record: BaseRecord, same: int, *, page_size: int, min_reuse: i
         fills=(),
         goal=target,
         edits=0,
+        exact=_exact_prefix(record, target),
     )
+
+
+def _exact_prefix(record: BaseRecord, end: int) -> int:
+    """Leading tokens of ``[0, end)`` whose keys carry no tag."""
+    edited = np.flatnonzero(record.keys[:end] >> TAG_SHIFT)
+    return int(edited[0]) if len(edited) else end
 
 
 def _edited_tokens(base: Tokens, edits: Sequence[Directive]) -> Tokens:

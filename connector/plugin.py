@@ -1,8 +1,8 @@
 """Entry point of the SGLang plugin (group ``sglang.srt.plugins``).
 
-SGLang calls :func:`register` in its main process before arguments are parsed, and again in each worker process. It
-logs and swallows exceptions of plugins, and looks the backend's name up only when the cache is built, so what goes
-wrong here is also raised again from the factory.
+SGLang calls :func:`register` in its main process before arguments are parsed, and again in each worker
+process. It logs and swallows exceptions of plugins, and looks the backend's name up only when the cache
+is built, so what goes wrong here is also raised again from the factory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _ABORT = "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"
 
 
 def register() -> None:
-    """Make ``--radix-cache-backend leyline`` known and hook the request path. Does nothing to a server that does
+    """Make ``--radix-cache-backend leyline`` known and hook the request path. Does nothing to a server
+    that does
     not choose the backend, beyond one look at each request."""
     from . import versions
 

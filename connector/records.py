@@ -92,7 +92,7 @@ class RecordStore:
             self._drop(next(iter(self._records)))
 
     def get(self, response: str, namespace: Namespace) -> BaseRecord | None:
-        """The record, if it is known *and* belongs to the namespace; a stranger's base is as good as unknown."""
+        """The record, if it is known *and* of this namespace; a stranger's base is as good as unknown."""
         record = self._records.get(response)
         if record is None or record.namespace != namespace:
             return None

@@ -17,7 +17,7 @@ from leyline_lmcache.reasons import Fallback, FallbackReason
 
 from .plans import Kind, RequestPlan
 from .settings import Settings
-from .sources import Run
+from .splicer import Splice
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +38,15 @@ class EditReport:
     """Travels back to the client as ``meta_info["leyline"]``.
 
     Attributes:
-        prefix: tokens before the first edit, on the ordinary path.
-        spliced: tokens after the first edit whose KV was kept.
+        prefix: tokens before everything that was ever edited, on the ordinary path.
+        spliced: tokens after that whose KV was kept.
         moved: of those, how many this request had to move; the rest lay in the tree already.
         filled: tokens prefilled for replacements (with their alignment slack).
         in_place: slots were taken over instead of copied.
     """
 
     outcome: Outcome | None = None
-    reason: str | None = None
+    reason: FallbackReason | None = None
     detail: str | None = None
     edits: int = 0
     prefix: int = 0
@@ -61,7 +61,7 @@ class EditReport:
         return self
 
     def refused(self, why: Fallback) -> EditReport:
-        self.outcome, self.reason, self.detail = Outcome.FALLBACK, why.reason.value, why.detail
+        self.outcome, self.reason, self.detail = Outcome.FALLBACK, why.reason, why.detail
         self.prefix = self.spliced = self.moved = self.filled = 0
         self.in_place = False
         return self
@@ -87,9 +87,8 @@ class Reporter:
     ``metrics_port`` serves them otherwise.
     """
 
-    def __init__(self, settings: Settings, *, row_bytes: int = 0, band_bytes: int = 0) -> None:
+    def __init__(self, settings: Settings, *, row_bytes: int = 0) -> None:
         self._row_bytes = row_bytes
-        self._band_bytes = band_bytes
         registry = CollectorRegistry()
         self._edits = Counter(
             "leyline_edits",
@@ -98,7 +97,10 @@ class Reporter:
             registry=registry,
         )
         self._tokens = Counter(
-            "leyline_tokens", "Tokens after an edit, by how their KV came about", ["how"], registry=registry
+            "leyline_tokens",
+            "Tokens of requests with directives, by how their KV came about",
+            ["how"],
+            registry=registry,
         )
         self._ops = Counter("leyline_ops", "Ops executed", ["tier", "op"], registry=registry)
         self._seconds = Histogram(
@@ -125,62 +127,40 @@ class Reporter:
             except OSError as error:
                 log.error("metrics_port: %d cannot be opened (%s)", settings.metrics_port, error)
 
-    def finish(self, rid: str, report: EditReport) -> None:
+    def decided(self, rid: str, report: EditReport) -> None:
         """The outcome of one request is known."""
         outcome = report.outcome or Outcome.EXACT
-        self._edits.labels(outcome.value, report.reason or "").inc()
+        self._edits.labels(outcome.value, report.reason.value if report.reason else "").inc()
         if outcome is Outcome.FALLBACK:
             log.info("edit of request %s is prefilled: %s: %s", rid, report.reason, report.detail)
-            self._write(OpRecord(time.time(), rid, "", Tier.GPU, None, reason=FallbackReason(report.reason)))
+            self._write(
+                OpRecord(time.time(), rid, report.lineage or "", Tier.GPU, None, reason=report.reason)
+            )
         elif outcome is Outcome.SPLICED:
             self._tokens.labels("spliced").inc(report.spliced)
 
-    def reprefilled(self, tokens: int) -> None:
-        """Tokens prefilled although an edit wanted to keep them."""
-        self._tokens.labels("reprefilled").inc(tokens)
-
-    def spliced(
-        self,
-        rid: str,
-        plan: RequestPlan,
-        runs: list[Run],
-        moved: int,
-        in_place: bool,
-        freed: int,
-        micros: float,
-        page: int,
-    ) -> None:
-        """A splice was executed: ``runs`` moved ``moved`` bytes in ``micros``."""
-        self._seconds.observe(micros / 1e6)
-        total = sum(run.length for run in runs)
-        for run in runs:
+    def spliced(self, rid: str, plan: RequestPlan, splice: Splice, page: int) -> None:
+        """A splice was executed."""
+        self._seconds.observe(splice.micros / 1e6)
+        for run in splice.runs:
             if run.shift:
-                kind = OpKind.ROTATE if in_place else OpKind.COPY_ROTATE
-            elif not in_place:
+                kind = OpKind.ROTATE if splice.in_place else OpKind.COPY_ROTATE
+            elif not splice.in_place:
                 kind = OpKind.COPY
             else:
                 continue  # the tokens stay where they are, under another key
-            share = run.length / total
-            self._op(
-                rid,
-                plan,
-                kind,
-                run.start,
-                run.start + run.length,
-                page,
-                run.shift,
-                moved * share,
-                micros * share,
-            )
+            share = run.length / splice.tokens
+            span = (run.start, run.start + run.length)
+            self._op(rid, plan, kind, span, page, run.shift, splice.bytes * share, splice.micros * share)
         if plan.kind is Kind.MAIN and plan.edits:
-            gone = freed if in_place else plan.record.length - plan.first_change
-            self._op(rid, plan, OpKind.INVALIDATE, plan.first_change, plan.first_change + gone, page, 0, 0, 0)
+            gone = splice.freed if splice.in_place else plan.record.length - plan.first_change
+            self._op(rid, plan, OpKind.INVALIDATE, (plan.first_change, plan.first_change + gone), page)
 
     def filled(self, rid: str, plan: RequestPlan, span: Range, micros: float, page: int) -> None:
         """An internal request prefilled a replacement."""
         self._tokens.labels("filled").inc(span[1] - span[0])
         size = (span[1] - span[0]) * self._row_bytes
-        self._op(rid, plan, OpKind.FILL, span[0], span[1], page, 0, size, micros)
+        self._op(rid, plan, OpKind.FILL, span, page, 0, size, micros)
 
     def close(self) -> None:
         if self._journal is not None:
@@ -191,13 +171,13 @@ class Reporter:
         rid: str,
         plan: RequestPlan,
         kind: OpKind,
-        start: int,
-        end: int,
+        span: Range,
         page: int,
-        shift: int,
-        size: float,
-        micros: float,
+        shift: int = 0,
+        size: float = 0,
+        micros: float = 0,
     ) -> None:
+        start, end = span
         self._ops.labels(Tier.GPU.value, kind.value).inc()
         blocks = -(-end // page) - start // page if end > start else 0
         self._write(

@@ -1,7 +1,7 @@
 """What of this engine can be spliced, decided once at start.
 
-The answer is a :class:`KVLayout`, or a named reason; in the second case every request is served as without Leyline
-and edits are refused with that reason.
+The answer is a :class:`KVLayout`, or a named reason; in the second case every request is served as
+without Leyline and edits are refused with that reason.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def inspect_runtime(ctx: Any, cache: Any) -> Runtime:
         return Runtime(None, refusal, model, 1)
     except Exception as error:  # an unforeseen pool or model must not stop the server
         log.exception("Leyline serves without splicing: the engine could not be inspected")
-        refusal = Fallback(FallbackReason.INTERNAL_ERROR, f"inspection failed: {type(error).__name__}")
-        return Runtime(None, refusal, model, 1)
+        fault = Fallback(FallbackReason.INTERNAL_ERROR, f"inspection failed: {type(error).__name__}")
+        return Runtime(None, fault, model, 1)
     log.info(
         "Leyline splices %d planes, %d bytes a token, %d of them turn",
         len(layout.planes),
@@ -70,7 +70,8 @@ def pool_layout(pool: Any, model: Any) -> KVLayout:
     Raises:
         Fallback: ``unsupported_runtime`` for a pool kind that is not known here, ``unsupported_rope``.
     """
-    # Subclasses interleave pages, pack scales or share bytes: only the two plain pools are known to be rows of slots.
+    # Subclasses interleave pages, pack scales or share bytes: only the two plain pools are known to be rows
+    # of slots.
     kind = type(pool)
     if kind not in (MLATokenToKVPool, MHATokenToKVPool):
         raise _refuse(f"{kind.__name__} is not a plain MLA or MHA pool")

@@ -41,7 +41,8 @@ class Settings:
         min_reuse: an edit that would keep fewer tokens after it is not applied; shorter kept runs between two
             replacements are prefilled with them.
         inplace: see :class:`InPlace`.
-        drift_limit: roundings a key may accumulate through in-place rotations before its view is prefilled again.
+        drift_limit: roundings a key may accumulate through in-place rotations before its view is
+            prefilled again.
         max_records: responses remembered as bases.
         max_record_tokens: tokens over all remembered bases (8 bytes each, twice).
         max_lineages: edit lineages remembered.

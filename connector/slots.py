@@ -1,7 +1,8 @@
 """The tree and allocator calls of the GPU tier: match, lock, take over, insert.
 
-Upstream: SGLang ``mem_cache/unified_radix_cache.py`` and ``unified_cache/unified_tree_core_interface.py``. Calls go to
-``UnifiedRadixCache`` itself, never through the overrides, so that nothing here can plan or splice again.
+Upstream: SGLang ``mem_cache/unified_radix_cache.py`` and
+``unified_cache/unified_tree_core_interface.py``. Calls go to ``UnifiedRadixCache`` itself, never through
+the overrides, so that nothing here can plan or splice again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Slots taken out of the tree: ``kept`` int64 ``[n]`` belong to the caller, ``freed`` tokens went back to the pool."""
+    """Slots taken out of the tree: ``kept`` int64 ``[n]`` belong to the caller, ``freed`` tokens went back to
+    the pool."""
 
     kept: torch.Tensor
     freed: int
@@ -108,9 +110,11 @@ class Slots:
             self._allocator.free(slots)
 
     def insert(self, keys: array[int], namespace: Namespace, slots: torch.Tensor, held: int) -> int:
-        """Publish ``slots`` under ``keys``; the tree holds the first ``held`` already. Returns what it held before.
+        """Publish ``slots`` under ``keys``; the tree holds the first ``held`` already. Returns what it
+        held before.
 
-        The tree owns the slots afterwards, and gives back to the pool what another insert had published first.
+        The tree owns the slots afterwards, and gives back to the pool what another insert had published
+        first.
         """
         result = UnifiedRadixCache.insert(
             self._cache, InsertParams(key=_radix_key(keys, namespace), value=slots, prev_prefix_len=held)
@@ -122,8 +126,9 @@ class Slots:
     ) -> Taken | None:
         """Take the tokens from ``cut`` on out of the tree, without freeing ``[start, end)``.
 
-        ``keys`` is the whole path. Only an unlocked chain without branches can be taken: on anything else the tree
-        core panics and every later call fails, so that is checked first and answered with None, nothing changed.
+        ``keys`` is the whole path. Only an unlocked chain without branches can be taken: on anything else
+        the tree core panics and every later call fails, so that is checked first and answered with None,
+        nothing changed.
         """
         page = self.page_size
         if cut % page or start % page or end % page:

@@ -1,8 +1,8 @@
 """Where the KV that a view needs lies now.
 
-A piece's KV may be on several paths of the tree: where it was first computed, and on every edited path it was moved
-to since. The path with the fewest roundings wins, so that many edits cost one rotation as long as the first copy
-lives (I4).
+A piece's KV may be on several paths of the tree: where it was first computed, and on every edited path it
+was moved to since. The path with the fewest roundings wins, so that many edits cost one rotation as long
+as the first copy lives (I4).
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def find_sources(
     """Sources for every token of ``[start, end)``, in view order.
 
     Raises:
-        Fallback: ``source_missing`` when a token is on no path, ``drift_limit`` when only keys that were rotated too
+        Fallback: ``source_missing`` when a token is on no path, ``drift_limit`` when only keys that were
+            rotated too
             often are left.
     """
     runs: list[Run] = []

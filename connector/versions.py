@@ -14,7 +14,8 @@ class UnsupportedVersion(RuntimeError):
 
 
 def supported() -> dict[str, str]:
-    """Exact versions from the ``engine`` extra of the installed distribution (stated once, in pyproject.toml)."""
+    """Exact versions from the ``engine`` extra of the installed distribution (stated once, in
+    pyproject.toml)."""
     pins: dict[str, str] = {}
     for requirement in requires(_DISTRIBUTION) or ():
         match = _PIN.match(requirement)
@@ -36,6 +37,6 @@ def check(*names: str) -> None:
             raise UnsupportedVersion(f"{name} is not installed; this release needs {name}=={want}") from None
         if found.split("+")[0] != want:
             raise UnsupportedVersion(
-                f"{name} {found} is installed, but {_DISTRIBUTION} {version(_DISTRIBUTION)} supports {name} {want}; "
+                f"{name} {found} is installed, but {_DISTRIBUTION} {version(_DISTRIBUTION)} supports {want}; "
                 f"install {name}=={want} or the matching release of {_DISTRIBUTION}"
             )
