@@ -3,7 +3,7 @@
 from .layout import Band, KVLayout, LayoutError, Plane
 from .probe import probe_model, probe_module
 from .rope import Pairing, RopeFault, RopeSpec, UnsupportedRope
-from .splice import SlotRangeError, SpliceError, SpliceStats, splice_rows
+from .splice import SlotRangeError, SpliceError, SpliceStats, prepare, splice_rows
 
 __all__ = [
     "Band",
@@ -17,6 +17,7 @@ __all__ = [
     "SpliceError",
     "SpliceStats",
     "UnsupportedRope",
+    "prepare",
     "probe_model",
     "probe_module",
     "splice_rows",

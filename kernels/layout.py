@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -107,6 +108,8 @@ class KVLayout:
     """All planes of a pool. They share a device and a number of slots."""
 
     planes: tuple[Plane, ...]
+    cache: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+    """What a backend derives from the planes once (addresses on the device)."""
 
     def __post_init__(self) -> None:
         if not self.planes:

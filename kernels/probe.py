@@ -155,12 +155,12 @@ class _Sample:
             if total - b in where:
                 triples.append((where[total - b], where[b], i))
         triples += [(where[a], where[b], where[a + b]) for a in range(dense // 2) for b in (1, a)]
-        a, b, c = (torch.tensor(t) for t in zip(*triples, strict=True))
+        left, right, both = (torch.tensor(t) for t in zip(*triples, strict=True))
         z = self.values
-        off = (z[a] * z[b] / amplitude - z[c]).abs()
+        off = (z[left] * z[right] / amplitude - z[both]).abs()
         # The frequency is unknown here, so bound the angle by the fastest pair a RoPE can have: one radian
         # per position. Slow pairs get the same slack, `explains` is the sharp test.
-        bound = 2 * self._tolerance(self.rows[c].to(torch.float64), amplitude)[:, None]
+        bound = 2 * self._tolerance(self.rows[both].to(torch.float64), amplitude)[:, None]
         if bool((off > bound).any()):
             raise UnsupportedRope(RopeFault.NOT_CLOSED, "R(a) R(b) differs from R(a + b) on the table's rows")
 

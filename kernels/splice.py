@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -53,25 +54,91 @@ def splice_rows(
     * ``dst`` must not hold a slot twice; ``src`` may.
 
     On CUDA, slots given on the device are copied to the host to be checked, which waits for the stream;
-    ``validate=False`` skips that, and the caller then answers for range, uniqueness, and that no token
-    reads a slot another one writes. The work is enqueued on the current stream.
+    ``validate=False`` skips that with the Triton backend, and the caller then answers for range,
+    uniqueness, and that no token reads a slot another one writes. The work is enqueued on the current stream.
 
     Raises ``SpliceError``/``SlotRangeError`` before anything is written.
     """
     n = _check_arguments(src, dst, shift)
+    triton = _triton(layout, backend)
     if n == 0:
         return SpliceStats(0, 0)
+    if triton is not None and not validate:
+        return _unchecked(triton, layout, src, dst, shift)
     host_src, host_dst = src.to("cpu", torch.int64), dst.to("cpu", torch.int64)
-    shifts = shift if isinstance(shift, int) else shift.to("cpu", torch.int64)
+    shift = shift if isinstance(shift, int) else shift.to("cpu", torch.int64)
     if validate:
-        _check_slots(layout.slots, host_src, host_dst, shifts)
+        _check_slots(layout.slots, host_src, host_dst, shift)
+    job = Job.plan(layout.slots, host_src, host_dst, shift)
+    rows = job.src.numel()
+    if rows and (triton is None or job.crossed):
+        splice_torch(layout, job)
+    elif rows and triton is not None:
+        device = layout.device
+        row = torch.where(job.shifts[job.row] == 0, -1, job.row)
+        triton.splice_triton(
+            layout,
+            job.src.to(device),
+            job.dst.to(device),
+            row.to(device, torch.int32),
+            job.shifts,
+            in_place=job.moved == 0,
+        )
+    return SpliceStats(rows, 2 * (job.moved * layout.row_bytes + (rows - job.moved) * layout.band_bytes))
+
+
+def prepare(layout: KVLayout, *, backend: Backend = "auto") -> Literal["torch", "triton"]:
+    """Compile what :func:`splice_rows` will run on ``layout``, so that the first splice does not wait for it
+    (seconds, when Triton has nothing cached). Touches no row. Returns the backend that will serve.
+
+    Raises whatever the compiler raises; a caller can then pass ``backend="torch"`` from there on.
+    """
+    triton = _triton(layout, backend)
+    if triton is None:
+        return "torch"
+    none = torch.empty(0, dtype=torch.int64, device=layout.device)
+    for in_place in (False, True):
+        triton.splice_triton(layout, none, none, none.to(torch.int32), torch.tensor([1]), in_place=in_place)
+    return "triton"
+
+
+def _unchecked(
+    triton: ModuleType, layout: KVLayout, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor | int
+) -> SpliceStats:
+    """No look at the slots, so no wait for the device; the figures are what the call may move at most."""
+    device, n = layout.device, src.numel()
+    in_place = src is dst
+    src = src.to(device, torch.int64)
+    dst = src if in_place else dst.to(device, torch.int64)
+    if isinstance(shift, int):
+        shifts = torch.tensor([shift])
+        row = torch.full((n,), 0 if shift else -1, dtype=torch.int32, device=device)
+    else:
+        shifts, row = torch.unique(shift.to("cpu", torch.int64), return_inverse=True)
+        row = torch.where(shifts[row] == 0, -1, row).to(device, torch.int32)
+    triton.splice_triton(layout, src, dst, row, shifts, in_place=in_place)
+    return SpliceStats(n, 2 * n * (layout.band_bytes if in_place else layout.row_bytes))
+
+
+def _triton(layout: KVLayout, backend: Backend) -> ModuleType | None:
+    """The Triton backend, or None for the torch one."""
     if backend not in ("auto", "torch", "triton"):
         raise SpliceError(f"backend must be auto, torch or triton, got {backend!r}")
-    job = Job.plan(layout.slots, host_src, host_dst, shifts)
-    rows = job.src.numel()
-    if rows:
-        splice_torch(layout, job)
-    return SpliceStats(rows, 2 * (job.moved * layout.row_bytes + (rows - job.moved) * layout.band_bytes))
+    if backend == "torch" or (backend == "auto" and layout.device.type != "cuda"):
+        return None
+    try:
+        from . import triton_rotate
+    except ImportError as error:
+        if backend == "triton":
+            raise SpliceError(f"backend triton: {error}; install triton or use backend torch") from error
+        return None
+    if triton_rotate.supports(layout):
+        return triton_rotate
+    if backend == "triton":
+        raise SpliceError(
+            f"backend triton cannot serve {layout.device} and these dtypes; use backend torch or auto"
+        )
+    return None
 
 
 def _check_arguments(src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor | int) -> int:

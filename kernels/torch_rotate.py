@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .layout import KVLayout, Plane
+from .layout import FP8, KVLayout, Plane
 from .rope import Pairing, RopeSpec
 
 _SERIAL = 32768 - 1
@@ -32,7 +32,8 @@ class Job:
     in place; within each group by shift. Moves come first: a turn in place may be of a slot they read.
 
     ``src``, ``dst``, ``row``: int64 ``[n]`` on the host; ``row`` indexes ``shifts``, the distinct ones.
-    ``overlap``: a moved token is written to a slot that another moved token reads.
+    ``overlap``: a moved token is written to a slot that another moved token reads. ``crossed``: the order
+    of work matters at all, because of that or because a slot that is turned in place is also read.
     """
 
     src: torch.Tensor
@@ -42,6 +43,7 @@ class Job:
     still: int
     moved: int
     overlap: bool
+    crossed: bool
 
     @classmethod
     def plan(cls, slots: int, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor | int) -> Job:
@@ -64,7 +66,10 @@ class Job:
         still, moved = int((group == 0).sum()), int((group < 2).sum())
         written = torch.zeros(slots, dtype=torch.bool)
         written[dst[:moved]] = True
-        return cls(src, dst, row, distinct, still, moved, bool(written[src[:moved]].any()))
+        overlap = bool(written[src[:moved]].any())
+        written[dst[moved:]] = True
+        crossed = overlap or bool(written[src[:moved]].any())
+        return cls(src, dst, row, distinct, still, moved, overlap, crossed)
 
     def runs(self, start: int, stop: int) -> tuple[list[tuple[int, int]], torch.Tensor]:
         """Split ``[start, stop)`` into runs of consecutive slots with one shift, and the other tokens
@@ -109,13 +114,14 @@ class _Turner:
     The views of a whole chunk are made once: on a CPU a view costs as much as a small operation.
     """
 
-    __slots__ = ("angles", "direct", "pairs", "step", "x", "y")
+    __slots__ = ("angles", "direct", "limit", "pairs", "step", "x", "y")
 
     def __init__(self, plane: Plane, angles: _Angles, step: int) -> None:
         assert plane.turning is not None
         shape = (step, *plane.turning.shape[1:])
         self.angles, self.step = angles, step
         self.direct = plane.dtype is torch.float32
+        self.limit = torch.finfo(plane.dtype).max if plane.dtype in FP8 else None
         self.x = torch.empty(shape, dtype=torch.float32, device=plane.rows.device)
         self.pairs = _as_pairs(self.x)
         self.y = torch.empty_like(self.x) if angles.pairing is Pairing.HALVES else self.x
@@ -129,7 +135,7 @@ class _Turner:
             x, pairs = (self.x, self.pairs) if c == self.step else (self.x[:c], self.pairs[:c])
             x.copy_(band)
             pairs.mul_(cos)
-            band.copy_(x)
+            band.copy_(self._bounded(x))
             return
         half = sin.shape[-1]
         y = self.y if c == self.step else self.y[:c]
@@ -137,7 +143,12 @@ class _Turner:
         torch.mul(x, cos, out=y)
         y[..., :half].addcmul_(x[..., half:], sin, value=-1)
         y[..., half:].addcmul_(x[..., :half], sin)
-        band.copy_(y)
+        band.copy_(self._bounded(y))
+
+    def _bounded(self, x: torch.Tensor) -> torch.Tensor:
+        """A turn can carry a pair of large fp8 elements past the largest one; those saturate, like a
+        GPU's conversion does, and never become NaN."""
+        return x if self.limit is None else x.clamp_(-self.limit, self.limit)
 
 
 @torch.inference_mode()  # pools may be inference tensors, which refuse writes outside it
