@@ -1,7 +1,7 @@
 """Rotation of cached keys; installed as ``leyline_lmcache.kernels``. Needs torch; triton is optional."""
 
 from .layout import Band, KVLayout, LayoutError, Plane
-from .probe import probe_model, probe_module
+from .probe import probe_config, probe_model, probe_module
 from .rope import Pairing, RopeFault, RopeSpec, UnsupportedRope
 from .splice import SlotRangeError, SpliceError, SpliceStats, prepare, splice_rows
 
@@ -18,6 +18,7 @@ __all__ = [
     "SpliceStats",
     "UnsupportedRope",
     "prepare",
+    "probe_config",
     "probe_model",
     "probe_module",
     "splice_rows",

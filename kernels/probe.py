@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
+from .model_config import probe_config
 from .rope import Pairing, RopeFault, RopeSpec, UnsupportedRope
+
+__all__ = ["probe_config", "probe_model", "probe_module"]
 
 _DENSE_ROWS = 2048
 _SPREAD_ROWS = 4096
@@ -270,6 +273,8 @@ def _is_rotary(module: Any) -> bool:
 def _rotary_of(path: str, owner: Any) -> Any | None:
     """The rotary module among the owner's children; two different ones are ambiguous."""
     found = {id(child): child for child in owner.children() if _is_rotary(child)}
+    with_table = {key: child for key, child in found.items() if hasattr(child, "is_neox_style")}
+    found = with_table or found
     if len(found) > 1:
         raise UnsupportedRope(RopeFault.MIXED_LAYERS, f"{path} has {len(found)} rotary modules")
     return next(iter(found.values()), None)

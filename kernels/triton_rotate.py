@@ -46,7 +46,11 @@ def _store_element(pointer, value, mask, ELEMENT: tl.constexpr, LIMIT: tl.conste
     tl.store(pointer, value.to(ELEMENT), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens", "shifts"])
+# Nothing that differs between calls is compiled in: a new variant would stall a serving engine for seconds.
+@triton.jit(
+    do_not_specialize=["tokens", "shifts"],
+    do_not_specialize_on_alignment=["src", "dst", "row", "cos", "sin"],
+)
 def splice_kernel(  # type: ignore[no-untyped-def]
     planes,  # int64 [planes, 4]: address, words per slot, words per row, angle table (-1: no band)
     src,  # int64 [tokens]
@@ -216,8 +220,10 @@ def launches_of(layout: KVLayout) -> tuple[Launch, ...]:
 def supports(layout: KVLayout) -> bool:
     """Whether the layout's device can run the kernel: CUDA, with e4m3 conversions where they are needed;
     any device under ``TRITON_INTERPRET=1``."""
+    if not isinstance(splice_kernel, triton.JITFunction):
+        return True
     if layout.device.type != "cuda":
-        return bool(triton.knobs.runtime.interpret)
+        return False
     if any(p.dtype is torch.float8_e4m3fn and p.band is not None for p in layout):
         return torch.cuda.get_device_capability(layout.device) >= (8, 9)
     return True
