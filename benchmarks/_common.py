@@ -1,6 +1,6 @@
 """What every benchmark shares: one format of results, one look of tables.
 
-A benchmark is a module of this folder with a function ``main()``, and a command of its own: ``python benchmarks/X.py``.
+A benchmark is a module of this folder with a function ``main()``, and a command: ``python benchmarks/X.py``.
 Timings depend on the machine, so a benchmark compares its arms in one run and reports ratios.
 """
 

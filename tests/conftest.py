@@ -1,7 +1,7 @@
 """Fixtures for all tests: above all the real stacks of support/specs.py, each a fixture of its name.
 
-A test that takes ``stack_mla`` gets a running `leyline_lmcache.stack.Stack`, shared with all other tests of the
-run: it may fill or flush the cache, but a test that stops or kills servers starts its own.
+A test that takes ``stack_mla`` gets a running `leyline_lmcache.stack.Stack`, shared with all other tests of
+the run: it may fill or flush the cache, but a test that stops or kills servers starts its own.
 """
 
 from __future__ import annotations
