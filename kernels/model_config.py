@@ -20,7 +20,7 @@ from .rope import Pairing, RopeFault, RopeSpec, UnsupportedRope
 # Model types whose SGLang implementation turns neighbouring elements; all others turn halves. MLA models
 # say it themselves (`rope_interleave`).
 _INTERLEAVED = frozenset(
-    [
+    (
         "chatglm",
         "cohere",
         "cohere2",
@@ -31,7 +31,7 @@ _INTERLEAVED = frozenset(
         "glm4",
         "gptj",
         "sarvam_moe",
-    ]
+    )
 )
 
 # Model types that, in SGLang, normalise keys after turning them.

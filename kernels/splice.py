@@ -132,12 +132,10 @@ def _triton(layout: KVLayout, backend: Backend) -> ModuleType | None:
         if backend == "triton":
             raise SpliceError(f"backend triton: {error}; install triton or use backend torch") from error
         return None
-    if triton_rotate.supports(layout):
+    if triton_rotate.supports(layout.device):
         return triton_rotate
     if backend == "triton":
-        raise SpliceError(
-            f"backend triton cannot serve {layout.device} and these dtypes; use backend torch or auto"
-        )
+        raise SpliceError(f"backend triton does not run on {layout.device}; use backend torch or auto")
     return None
 
 

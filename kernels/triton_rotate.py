@@ -27,23 +27,73 @@ _MAX_TOKENS = 64
 
 _WORDS = {4: tl.int32, 2: tl.int16, 1: tl.int8}
 
-_ELEMENTS = {
+_STORED = {
     torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
+    torch.bfloat16: tl.uint16,
     torch.float16: tl.float16,
-    torch.float8_e4m3fn: tl.float8e4nv,
-    torch.float8_e5m2: tl.float8e5,
+    torch.float8_e4m3fn: tl.uint8,
+    torch.float8_e5m2: tl.uint8,
 }
 
-_LIMIT = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-"""A turn can carry a pair of large fp8 elements past the largest one; those saturate, never become NaN."""
+_MANTISSA = {
+    torch.float32: 23,
+    torch.bfloat16: 7,
+    torch.float16: 10,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 2,
+}
+
+
+# bf16 and fp8 are taken apart by hand. It costs a few integer operations in a kernel that waits for memory,
+# runs on cards without fp8 instructions, and rounds alike everywhere, Triton's interpreter included.
+@triton.jit
+def _decode(raw, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32 values of stored elements, exactly."""
+    if MANTISSA >= 10:
+        value = raw.to(tl.float32)
+    elif MANTISSA == 7:
+        value = (raw.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+        bits = raw.to(tl.uint32)
+        size = bits & 0x7F
+        value = (size << (23 - MANTISSA)).to(tl.float32, bitcast=True) * (2.0 ** (127 - BIAS))
+        if MANTISSA == 3:
+            value = tl.where(size == 0x7F, float("nan"), value)
+        else:
+            value = tl.where(size == 0x7C, float("inf"), tl.where(size > 0x7C, float("nan"), value))
+        value = tl.where(bits >= 0x80, -value, value)
+    return value
 
 
 @triton.jit
-def _store_element(pointer, value, mask, ELEMENT: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    if LIMIT > 0:
-        value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
-    tl.store(pointer, value.to(ELEMENT), mask=mask)
+def _encode(value, MANTISSA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Elements to store, rounded to nearest even. A turn can carry a pair of large fp8 elements past the
+    largest one; those saturate and never become NaN."""
+    if MANTISSA == 23:
+        raw = value
+    elif MANTISSA == 10:
+        raw = value.to(tl.float16)
+    elif MANTISSA == 7:
+        bits = value.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        raw = tl.where(value != value, 0x7FC0, rounded).to(tl.uint16)
+    else:
+        BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+        DROP: tl.constexpr = 23 - MANTISSA
+        TOP: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
+        # Adding this aligns the last bit of fp32 with the last one of a denormal.
+        MAGIC: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+        size = tl.minimum(tl.abs(value), TOP)
+        bits = size.to(tl.uint32, bitcast=True)
+        rounded = (bits + ((1 << (DROP - 1)) - 1) + ((bits >> DROP) & 1)) >> DROP
+        normal = rounded - ((127 - BIAS) << MANTISSA)
+        denormal = (size + MAGIC).to(tl.uint32, bitcast=True) & 0xFF
+        code = tl.where(size < 2.0 ** (1 - BIAS), denormal, normal)
+        code = tl.where(value != value, 0x7F, code)
+        sign = (value.to(tl.uint32, bitcast=True) >> 24) & 0x80
+        raw = (code | sign).to(tl.uint8)
+    return raw
 
 
 # Nothing that differs between calls is compiled in: a new variant would stall a serving engine for seconds.
@@ -67,7 +117,8 @@ def splice_kernel(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr,  # words of the widest row, rounded up to a power of two
     STEP: tl.constexpr,  # every plane's row and slot stride is a multiple of so many words
     ALIGN: tl.constexpr,  # bytes to which every row is aligned
-    ELEMENT: tl.constexpr,
+    STORED: tl.constexpr,  # type of an element in memory
+    MANTISSA: tl.constexpr,  # its bits, which tell the kind of element
     PER_WORD: tl.constexpr,  # elements per word
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,  # elements
@@ -77,7 +128,6 @@ def splice_kernel(  # type: ignore[no-untyped-def]
     HALF_TILE: tl.constexpr,
     BAND_ALIGN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    LIMIT: tl.constexpr,
 ):
     plane = tl.program_id(1)
     address = tl.load(planes + plane * 4)
@@ -111,7 +161,7 @@ def splice_kernel(  # type: ignore[no-untyped-def]
 
     if HALF > 0:  # noqa: SIM102 - one test is made when compiling, the other when running
         if tl.max(turns.to(tl.int32), 0) > 0:
-            elements = address.to(tl.pointer_type(ELEMENT))
+            elements = address.to(tl.pointer_type(STORED))
             slot_elements = slot_words * PER_WORD
             reads = elements + (source * slot_elements)[:, None, None] + OFFSET
             writes = elements + (target * slot_elements)[:, None, None] + OFFSET
@@ -126,20 +176,20 @@ def splice_kernel(  # type: ignore[no-untyped-def]
                 mask = turning & (head < HEADS) & (element < 2 * HALF)
                 reads = tl.multiple_of(reads + head * HEAD + element, (1, 1, BAND_ALIGN))
                 writes = tl.multiple_of(writes + head * HEAD + element, (1, 1, BAND_ALIGN))
-                x = tl.load(reads, mask=mask, other=0.0).to(tl.float32)
+                x = _decode(tl.load(reads, mask=mask, other=0), MANTISSA)
                 a, b = tl.split(tl.reshape(x, (TOKENS, HEADS_TILE, HALF_TILE, 2)))
                 y = tl.reshape(tl.join(a * c - b * s, b * c + a * s), (TOKENS, HEADS_TILE, 2 * HALF_TILE))
-                _store_element(writes, y, mask, ELEMENT, LIMIT)
+                tl.store(writes, _encode(y, MANTISSA), mask=mask)
             else:
                 mask = turning & (head < HEADS) & (pair < HALF)
                 reads = tl.multiple_of(reads + head * HEAD + pair, (1, 1, BAND_ALIGN))
                 writes = tl.multiple_of(writes + head * HEAD + pair, (1, 1, BAND_ALIGN))
                 second = tl.multiple_of(reads + HALF, (1, 1, BAND_ALIGN))
-                a = tl.load(reads, mask=mask, other=0.0).to(tl.float32)
-                b = tl.load(second, mask=mask, other=0.0).to(tl.float32)
-                _store_element(writes, a * c - b * s, mask, ELEMENT, LIMIT)
+                a = _decode(tl.load(reads, mask=mask, other=0), MANTISSA)
+                b = _decode(tl.load(second, mask=mask, other=0), MANTISSA)
+                tl.store(writes, _encode(a * c - b * s, MANTISSA), mask=mask)
                 second = tl.multiple_of(writes + HALF, (1, 1, BAND_ALIGN))
-                _store_element(second, b * c + a * s, mask, ELEMENT, LIMIT)
+                tl.store(second, _encode(b * c + a * s, MANTISSA), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,16 +267,9 @@ def launches_of(layout: KVLayout) -> tuple[Launch, ...]:
     return launches
 
 
-def supports(layout: KVLayout) -> bool:
-    """Whether the layout's device can run the kernel: CUDA, with e4m3 conversions where they are needed;
-    any device under ``TRITON_INTERPRET=1``."""
-    if not isinstance(splice_kernel, triton.JITFunction):
-        return True
-    if layout.device.type != "cuda":
-        return False
-    if any(p.dtype is torch.float8_e4m3fn and p.band is not None for p in layout):
-        return torch.cuda.get_device_capability(layout.device) >= (8, 9)
-    return True
+def supports(device: torch.device) -> bool:
+    """Whether the kernel runs there: on CUDA, or anywhere if it was imported under ``TRITON_INTERPRET=1``."""
+    return device.type == "cuda" or not isinstance(splice_kernel, triton.JITFunction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +351,8 @@ def _launch(views: list[_Flat], device: torch.device) -> Launch:
             "ROW": triton.next_power_of_2(widest // word),
             "STEP": step,
             "ALIGN": align,
-            "ELEMENT": _ELEMENTS.get(dtype, tl.int8),
+            "STORED": _STORED.get(dtype, tl.uint8),
+            "MANTISSA": _MANTISSA.get(dtype, 23),
             "PER_WORD": max(1, word // size),
             "HEADS": heads,
             "HEAD": head,
@@ -318,7 +362,6 @@ def _launch(views: list[_Flat], device: torch.device) -> Launch:
             "HALF_TILE": half_tile,
             "BAND_ALIGN": _common(band, 16) if band else 1,
             "INTERLEAVED": pairing is Pairing.INTERLEAVED,
-            "LIMIT": _LIMIT.get(dtype, 0.0),
         },
     )
 
