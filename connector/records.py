@@ -69,6 +69,7 @@ class RecordStore:
         self._max_tokens = max_tokens
         self._records: OrderedDict[str, BaseRecord] = OrderedDict()
         self._holders: dict[BufferId, OrderedDict[str, None]] = {}
+        self._origins: dict[BufferId, str] = {}
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -84,6 +85,7 @@ class RecordStore:
         self._drop(record.response)
         self._records[record.response] = record
         self._tokens += record.length
+        self._origins[record.buffer] = record.response
         for buffer in record.view.buffers():
             self._holders.setdefault(buffer, OrderedDict())[record.response] = None
         while len(self._records) > 1 and (
@@ -100,15 +102,19 @@ class RecordStore:
         return record
 
     def holders(self, buffer: BufferId, namespace: Namespace) -> Iterator[BaseRecord]:
-        """Records whose view has pieces of a buffer, the latest first."""
+        """Records whose view has pieces of a buffer: the one that computed it first, then the latest first."""
+        origin = self._records.get(self._origins.get(buffer, ""))
+        if origin is not None and origin.namespace == namespace:
+            yield origin
         for response in reversed(self._holders.get(buffer, ())):
             record = self._records[response]
-            if record.namespace == namespace:
+            if record is not origin and record.namespace == namespace:
                 yield record
 
     def clear(self) -> None:
         self._records.clear()
         self._holders.clear()
+        self._origins.clear()
         self._tokens = 0
 
     def _drop(self, response: str) -> None:
@@ -116,6 +122,8 @@ class RecordStore:
         if record is None:
             return
         self._tokens -= record.length
+        if self._origins.get(record.buffer) == response:
+            del self._origins[record.buffer]
         for buffer in record.view.buffers():
             holders = self._holders[buffer]
             del holders[response]
