@@ -109,7 +109,11 @@ def op_from_map(raw: object, path: str = "op") -> Op:
         raise CodecError(f"{path}.op: expected one of {', '.join(OpKind)}, got {_shown(kind)}")
     names = [field.name for field in fields(cls)]
     _check_names(raw, path, ("op", *names))
-    values = {name: _READERS[name](raw[name], f"{path}.{name}") for name in names}
+    values = {name: _READERS[name](raw[name], f"{path}.{name}") for name in names if name != "buffer"}
+    if "buffer" in names:
+        # Only an invalidation may leave its buffer open: the old view's own blocks.
+        old_view = cls is Invalidate and raw["buffer"] is None
+        values["buffer"] = None if old_view else _buffer(raw["buffer"], f"{path}.buffer")
     op = cls(**values)
     if isinstance(op, Fill) and op.end <= op.start:
         raise CodecError(f"{path}.end: expected more than start ({op.start}), got {op.end}")
@@ -135,6 +139,9 @@ def _check_fits(op: Op, plan: Plan, path: str) -> None:
             if op.end > plan.new_length:
                 raise CodecError(f"{path}.end: past the new view, which has {plan.new_length} tokens")
         case Invalidate():
+            if (op.buffer is not None) is not plan.tier.deferred:
+                expected = "a buffer" if plan.tier.deferred else "none, for the old view's own blocks"
+                raise CodecError(f"{path}.buffer: expected {expected} on {plan.tier.value}")
             if op.buffer is None and (op.block + op.count - 1) * size >= plan.old_length:
                 raise CodecError(f"{path}.count: past the old view, which has {plan.old_length} tokens")
 
@@ -192,7 +199,6 @@ def _buffer(value: object, path: str) -> str:
 _READERS: dict[str, Callable[[object, str], Any]] = {
     "id": _count,
     "deps": _deps,
-    "buffer": _buffer,
     "src_block": _count,
     "src_offset": _count,
     "dst_block": _count,

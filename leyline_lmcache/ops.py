@@ -11,7 +11,7 @@ block_size)`); destination blocks are blocks of the new view, counted the same w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -216,34 +216,42 @@ def expand(plan: Plan) -> Iterator[Op]:
     size = plan.block_size
     for op in plan.ops:
         match op:
-            case Copy() | CopyRotate():
-                src = op.src_block * size + op.src_offset
-                dst = op.dst_block * size + op.dst_offset
-                left = op.length
-                while left:
-                    n = min(left, size - src % size, size - dst % size)
-                    yield replace(
-                        op,
-                        src_block=src // size,
-                        src_offset=src % size,
-                        dst_block=dst // size,
-                        dst_offset=dst % size,
-                        length=n,
+            case Copy(id, deps, buffer, deferred=deferred):
+                for src, dst, n in _cut_copy(op, size):
+                    yield Copy(
+                        id, deps, buffer, src // size, src % size, dst // size, dst % size, n, deferred
                     )
-                    src, dst, left = src + n, dst + n, left - n
-            case Rotate():
-                dst = op.dst_block * size + op.dst_offset
-                left = op.length
-                while left:
-                    n = min(left, size - dst % size)
-                    yield replace(op, dst_block=dst // size, dst_offset=dst % size, length=n)
-                    dst, left = dst + n, left - n
-            case Fill():
-                start = op.start
-                while start < op.end:
-                    end = min(op.end, (start // size + 1) * size)
-                    yield replace(op, start=start, end=end)
-                    start = end
-            case Invalidate():
+            case CopyRotate(id, deps, buffer, shift=shift, deferred=deferred):
+                for src, dst, n in _cut_copy(op, size):
+                    yield CopyRotate(
+                        id, deps, buffer, src // size, src % size, dst // size, dst % size, n, shift, deferred
+                    )
+            case Rotate(id, deps, shift=shift, deferred=deferred):
+                start = op.dst_block * size + op.dst_offset
+                for a, b in _cut(start, start + op.length, size):
+                    yield Rotate(id, deps, a // size, a % size, b - a, shift, deferred)
+            case Fill(id, deps):
+                for a, b in _cut(op.start, op.end, size):
+                    yield Fill(id, deps, a, b)
+            case Invalidate(id, deps, buffer):
                 for block in range(op.block, op.block + op.count):
-                    yield replace(op, block=block, count=1)
+                    yield Invalidate(id, deps, buffer, block, 1)
+
+
+def _cut(start: int, end: int, size: int) -> Iterator[Range]:
+    """Cut `[start, end)` at block boundaries."""
+    while start < end:
+        stop = min(end, (start // size + 1) * size)
+        yield start, stop
+        start = stop
+
+
+def _cut_copy(op: Copy | CopyRotate, size: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a copy at the block boundaries of both sides: source position, destination position, tokens."""
+    src = op.src_block * size + op.src_offset
+    dst = op.dst_block * size + op.dst_offset
+    end = dst + op.length
+    while dst < end:
+        n = min(end - dst, size - src % size, size - dst % size)
+        yield src, dst, n
+        src, dst = src + n, dst + n

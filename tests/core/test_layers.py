@@ -1,0 +1,33 @@
+"""The core stands alone: it imports neither the engine's packages nor the layers above it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+CORE = [
+    "codec",
+    "directive",
+    "envelope",
+    "history",
+    "journal",
+    "ops",
+    "pieces",
+    "planner",
+    "provenance",
+    "ranges",
+    "reasons",
+    "view",
+]
+
+
+def test_the_core_imports_nothing_heavy_and_nothing_above_it() -> None:
+    program = "import sys\n" + "".join(f"import leyline_lmcache.{name}\n" for name in CORE)
+    program += "print(*sorted(sys.modules))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    run = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    loaded = set(run.stdout.split())
+    assert not loaded & {"torch", "sglang", "lmcache", "numpy", "transformers", "triton", "redis"}
+    ours = {name for name in loaded if name.startswith("leyline_lmcache.")}
+    assert ours == {f"leyline_lmcache.{name}" for name in CORE}
