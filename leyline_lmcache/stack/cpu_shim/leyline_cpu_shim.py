@@ -5,6 +5,7 @@
   declared. The operators are declared here, just before torchvision is imported.
 * SGLang's ``torch_native`` attention has no entry in the table of MLA strategies and inherits one that reads
   un-absorbed keys and values; but it always reads from the latent pool. It gets the absorbed strategy.
+* The same backend does a cached prompt's attention all over again; see leyline_cpu_attention.py.
 
 ``sgl_kernel`` beside this file stands in for CPU kernels that no wheel carries.
 """
@@ -65,7 +66,9 @@ def install() -> None:
 
 
 def register() -> None:
-    """SGLang plugin: the absorbed MLA strategy for ``torch_native``."""
+    """SGLang plugin: the absorbed MLA strategy for ``torch_native``, and its attention."""
+    import leyline_cpu_attention
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
     handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
+    leyline_cpu_attention.install()
