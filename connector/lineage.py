@@ -36,11 +36,12 @@ class Roundings:
 
     def most(self, start: int, end: int) -> int:
         """The largest count in ``[start, end)``."""
-        return max((n for a, b, n in self.runs if a < end and start < b), default=0)
+        return max((n for _, _, n in self.between(start, end)), default=0)
 
     def between(self, start: int, end: int) -> list[tuple[int, int, int]]:
         """The runs inside ``[start, end)``, clipped."""
-        return [(max(a, start), min(b, end), n) for a, b, n in self.runs if a < end and start < b]
+        clipped = ((max(a, start), min(b, end), n) for a, b, n in self.runs)
+        return [(a, b, n) for a, b, n in clipped if a < b]
 
     def write(self, start: int, end: int, count: int) -> None:
         """Set ``[start, end)`` to ``count``."""

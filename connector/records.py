@@ -102,7 +102,7 @@ class RecordStore:
         return record
 
     def holders(self, buffer: BufferId, namespace: Namespace) -> Iterator[BaseRecord]:
-        """Records whose view has pieces of a buffer: the one that computed it first, then the latest first."""
+        """Records whose view has pieces of a buffer: the one that computed it, then the latest first."""
         origin = self._records.get(self._origins.get(buffer, ""))
         if origin is not None and origin.namespace == namespace:
             yield origin

@@ -78,7 +78,9 @@ class EditReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values only: the report crosses processes."""
-        plain = {key: str(value) if isinstance(value, StrEnum) else value for key, value in asdict(self).items()}
+        plain = {
+            key: str(value) if isinstance(value, StrEnum) else value for key, value in asdict(self).items()
+        }
         return {key: value for key, value in plain.items() if value is not None}
 
 

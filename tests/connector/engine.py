@@ -1,8 +1,9 @@
 """SGLang's real tree, pool, allocator and ``Req`` around the plugin's cache, without a model or a server.
 
-The model is replaced by something that can be checked exactly: the KV a token gets is a hash of the KV it attends
-to, of the token and of its position, written as the latent row, plus a key that is rotated to that position. So a
-wrong slot, a stale row, a missing rotation or KV from the wrong context shows in every later token.
+The model is replaced by something that can be checked exactly: the KV a token gets is a hash of the KV it
+attends to, of the token and of its position, written as the latent row, plus a key that is rotated to
+that position. So a wrong slot, a stale row, a missing rotation or KV from the wrong context shows in
+every later token.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from leyline_lmcache.kernels.layout import KVLayout
 from leyline_lmcache.kernels.rope import Pairing, RopeSpec
 
 LORA_RANK, ROPE_DIM, LAYERS = 4, 8, 2
-ROPE = RopeSpec(ROPE_DIM, Pairing.INTERLEAVED, tuple(100.0 ** (-2 * i / ROPE_DIM) for i in range(ROPE_DIM // 2)))
+ROPE = RopeSpec(
+    ROPE_DIM, Pairing.INTERLEAVED, tuple(100.0 ** (-2 * i / ROPE_DIM) for i in range(ROPE_DIM // 2))
+)
 
 Sems = list[bytes]
 """Per position: what KV is there, as a hash."""
@@ -60,7 +63,7 @@ def running(context: Sems) -> bytes:
 def row_of(sem: bytes, position: int, layer: int) -> np.ndarray:
     """The pool row of a token: its hash as exact floats, then its key turned to ``position``."""
     latent = [int.from_bytes(sem[i : i + 3], "little") for i in (0, 3, 6)] + [layer]
-    raw = np.random.default_rng(list(sem) + [layer]).standard_normal(ROPE_DIM)
+    raw = np.random.default_rng([*list(sem), layer]).standard_normal(ROPE_DIM)
     turned = raw[0::2] + 1j * raw[1::2]
     turned = turned * np.exp(1j * position * np.array(ROPE.inv_freq))
     key = np.stack([turned.real, turned.imag], -1).reshape(-1)
@@ -87,7 +90,9 @@ def configure_sglang() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        set_global_server_args_for_scheduler(ServerArgs(model_path=folder, device="cpu", skip_tokenizer_init=True))
+        set_global_server_args_for_scheduler(
+            ServerArgs(model_path=folder, device="cpu", skip_tokenizer_init=True)
+        )
 
 
 @dataclass
@@ -186,7 +191,13 @@ class Engine:
         self._count += 1
         params = SamplingParams(max_new_tokens=64, temperature=0)
         return Req(
-            rid or f"r{self._count}", "", array("q", prompt), params, kv_hints=hints, eos_token_ids=set(), **fields
+            rid or f"r{self._count}",
+            "",
+            array("q", prompt),
+            params,
+            kv_hints=hints,
+            eos_token_ids=set(),
+            **fields,
         )
 
     def run(self, req: Req, output: Sequence[int], *, abort: bool = False, hold: bool = False) -> Served:
@@ -263,7 +274,9 @@ class Engine:
 
     def accounting(self) -> int:
         """Free, evictable and protected tokens together: never changes between requests (I6)."""
-        return int(self.allocator.available_size() + self.cache.evictable_size() + self.cache.protected_size())
+        return int(
+            self.allocator.available_size() + self.cache.evictable_size() + self.cache.protected_size()
+        )
 
     def check(self) -> None:
         assert self.accounting() == self.total

@@ -1,4 +1,5 @@
-"""What an edited request's KV has to be, worked out token by token from the contract (none of the plugin's code)."""
+"""What an edited request's KV has to be, worked out token by token from the contract (none of the plugin's
+code)."""
 
 from __future__ import annotations
 
@@ -18,12 +19,18 @@ def exact(tokens: Sequence[int], known: int) -> Sems:
 
 
 def spliced(
-    base: Sems, base_tokens: Sequence[int], edits: Sequence[Edit], tokens: Sequence[int], prompt: int, page: int, least: int
+    base: Sems,
+    base_tokens: Sequence[int],
+    edits: Sequence[Edit],
+    tokens: Sequence[int],
+    prompt: int,
+    page: int,
+    least: int,
 ) -> Sems:
     """KV after an applied edit: kept tokens keep what they had, everything else attends to the edited view.
 
-    Kept is what the base had whole pages of, except in the pages of a replacement, up to where the prompt departs from
-    the edited base, in whole pages, and never the prompt's last token.
+    Kept is what the base had whole pages of, except in the pages of a replacement, up to where the prompt
+    departs from the edited base, in whole pages, and never the prompt's last token.
     """
     origin: list[int | None] = []
     edited: list[int] = []
