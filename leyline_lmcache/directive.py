@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -134,8 +134,11 @@ def apply_directives(view: View, directives: Iterable[Directive]) -> View:
     return new
 
 
-def first_bad_token(ids: Iterable[object]) -> int | None:
+def first_bad_token(ids: Sequence[object]) -> int | None:
     """Index of the first item that is not a token id (an int, not a bool, in range), or None."""
+    # Almost always all are good, and a summary can be long: look at them without a Python loop first.
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < TOKEN_LIMIT):  # type: ignore[type-var,operator]
+        return None
     for index, token in enumerate(ids):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < TOKEN_LIMIT:
             return index

@@ -41,7 +41,7 @@ class PieceTable:
         max_buffers: most buffers whose provenance is kept.
     """
 
-    def __init__(self, *, max_sessions: int = 4096, max_views: int = 64, max_buffers: int = 65536) -> None:
+    def __init__(self, *, max_sessions: int = 1024, max_views: int = 32, max_buffers: int = 65536) -> None:
         if max_sessions < 1:
             raise ValueError(f"max_sessions: expected at least 1, got {max_sessions}")
         if max_views < 1:

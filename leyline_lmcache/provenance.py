@@ -67,6 +67,8 @@ class Provenance:
         self._max_buffers = max_buffers
         self._max_contexts = max_contexts
         self._records: OrderedDict[BufferId, tuple[Buffer, ...]] = OrderedDict()
+        # The buffers with this one in a context of theirs, so that taint is followed and not searched for.
+        self._users: dict[BufferId, set[BufferId]] = {}
         self._dropped = 0
 
     @property
@@ -110,15 +112,14 @@ class Provenance:
         if not own:
             raise ValueError(f"context: expected pieces of {buffer}, found none")
         self.touch(context.buffers())
-        known = self._records.pop(buffer, ())
+        known = self._records.get(buffer, ())
         if made not in known:
             known = (*known, made)
-            if len(known) > self._max_contexts:
-                known = known[1:]
-                self._dropped += 1
-        self._records[buffer] = known
+            self._dropped += len(known) > self._max_contexts
+            self._replace(buffer, known[-self._max_contexts :])
+        self.touch((buffer,))
         while len(self._records) > self._max_buffers:
-            self._records.popitem(last=False)
+            self._replace(next(iter(self._records)), ())
             self._dropped += 1
         return made
 
@@ -136,7 +137,7 @@ class Provenance:
     def discard(self, buffers: Iterable[BufferId]) -> None:
         """Drop the records of buffers whose KV is known to be gone everywhere; costs no completeness."""
         for buffer in buffers:
-            self._records.pop(buffer, None)
+            self._replace(buffer, ())
 
     def influenced_by(self, buffer: BufferId, start: int, end: int) -> frozenset[BufferRange]:
         """Every range computed while a token of `[start, end)` of `buffer` was in context, and that range
@@ -167,22 +168,41 @@ class Provenance:
                     first[piece.buffer] = min(piece.src_start, first.get(piece.buffer, piece.src_start))
         if not known:
             first[buffer] = start
-        changed = True
-        while changed:
-            # Records are kept in an order close to that of computation, so this settles in a pass or two.
-            changed = False
-            for name, ways in self._records.items():
-                for made in ways:
-                    since = _first_own(made, _first_tainted(made.context, first))
-                    if since is not None and since < first.get(name, since + 1):
-                        first[name] = since
-                        changed = True
+        # Whatever has a buffer in its context that became tainted, or tainted from further forward.
+        todo = {*first, *(name for tainted in first for name in self._users.get(tainted, ()))}
+        while todo:
+            name = todo.pop()
+            for made in self._records.get(name, ()):
+                since = _first_own(made, _first_tainted(made.context, first))
+                if since is not None and since < first.get(name, since + 1):
+                    first[name] = since
+                    todo |= self._users.get(name, set())
         out: set[BufferRange] = set()
         for name, since in first.items():
             ways = self._records.get(name, ())
             own = [r for made in ways for r in made.computed] if ways else [(start, end)]
             out.update(BufferRange(name, max(a, since), b) for a, b in merge(own) if b > since)
         return frozenset(out)
+
+    def _replace(self, buffer: BufferId, ways: tuple[Buffer, ...]) -> None:
+        """Set the contexts of a buffer (none to drop it), and who uses whom with them."""
+        before = _used(self._records.get(buffer, ()))
+        after = _used(ways)
+        for used in before - after:
+            users = self._users[used]
+            users.discard(buffer)
+            if not users:
+                del self._users[used]
+        for used in after - before:
+            self._users.setdefault(used, set()).add(buffer)
+        if ways:
+            self._records[buffer] = ways
+        else:
+            self._records.pop(buffer, None)
+
+
+def _used(ways: Iterable[Buffer]) -> set[BufferId]:
+    return {name for made in ways for name in made.context.buffers()}
 
 
 def _first_tainted(context: View, first: dict[BufferId, int]) -> int | None:

@@ -11,6 +11,8 @@ import os
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from leyline_lmcache.pieces import Piece, View
+
 from .oracle import Back, Cut, Script, Turn
 
 EXAMPLES = int(os.environ.get("LEYLINE_EXAMPLES", "2500"))
@@ -34,3 +36,20 @@ scripts = st.builds(
     st.lists(steps, min_size=1, max_size=6).map(tuple),
     st.integers(0, 2**32 - 1),
 )
+
+pieces = st.one_of(
+    st.builds(Piece, st.sampled_from("ab"), st.integers(0, 12), st.integers(1, 6)),
+    st.builds(Piece, st.none(), st.just(0), st.integers(1, 6)),
+)
+views = st.lists(pieces, max_size=8).map(lambda some: View(tuple(some)))
+"""Any views at all, holes and repeated pieces included; more than a session can reach."""
+related_views = st.one_of(
+    st.tuples(views, views),
+    # With a beginning in common.
+    st.tuples(views, views, views).map(lambda v: (joined(v[0], v[1]), joined(v[0], v[2]))),
+)
+
+
+def joined(a: View, b: View) -> View:
+    """One view after the other."""
+    return View(a.pieces + b.pieces)

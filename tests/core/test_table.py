@@ -194,10 +194,26 @@ def test_bounds_are_counted_and_what_is_in_use_stays() -> None:
     table.provenance.discard(["c", "unknown"])
     assert len(table.provenance) == 2
     assert table.provenance.dropped == 1
+    # What was dropped is no longer followed either, and leaves nothing behind.
+    table.provenance.discard(["a", "d"])
+    assert not table.provenance._users
     many = Provenance(max_contexts=2)
     for n in (5, 6, 7):
         many.record("x", View.of_buffer("x", n))
     assert many.dropped == 1
+
+
+def test_long_chains_are_followed_to_their_end() -> None:
+    table = PieceTable()
+    view = View.of_buffer("b0", 10)
+    table.register("b0", view)
+    for k in range(1, 3000):
+        # Each builds on the one before, and only on that.
+        view = view.apply([Edit(0, 5, 0)]).extend(5).filled(f"b{k}")
+        table.register(f"b{k}", view)
+    found = ranges(table.influenced_by("b0", 9, 10))
+    assert len(found) == 3000
+    assert len(table.influenced_by("b2990", 5, 6)) == 10
 
 
 def test_a_context_that_cannot_be_is_refused() -> None:

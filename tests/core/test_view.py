@@ -16,13 +16,7 @@ from leyline_lmcache.pieces import Edit, Piece, View, buffer_id
 from leyline_lmcache.reasons import Fallback, FallbackReason
 
 from .oracle import doc_of
-from .strategies import SOME
-
-pieces = st.one_of(
-    st.builds(Piece, st.sampled_from("ab"), st.integers(0, 6), st.integers(1, 4)),
-    st.builds(Piece, st.none(), st.just(0), st.integers(1, 4)),
-)
-views = st.lists(pieces, max_size=8).map(lambda p: View(tuple(p)))
+from .strategies import SOME, views
 
 
 def split(view: View) -> View:
