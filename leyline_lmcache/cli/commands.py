@@ -25,5 +25,9 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "up": Entry("leyline_lmcache.cli.up", "Start Redis, lmcache server and SGLang on this machine."),
         "down": Entry("leyline_lmcache.cli.down", "Stop what `up` started."),
         "status": Entry("leyline_lmcache.cli.status", "Show the stacks that `up` started."),
+        "plan": Entry("leyline_lmcache.cli.plan", "Show what an edit makes each tier do."),
+        "ops": Entry("leyline_lmcache.cli.ops", "List or follow the ops that were executed."),
+        "doctor": Entry("leyline_lmcache.cli.doctor", "Check the installation and the servers around it."),
+        "demo": Entry("leyline_lmcache.cli.demo", "Watch an agent edit its history, in three arms."),
     }
 )

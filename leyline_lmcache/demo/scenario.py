@@ -1,0 +1,165 @@
+"""The conversation: an agent reads tool outputs, notes what follows from them, and drops the outputs.
+
+The vocabulary and the forms of messages are those the tiny model was trained on (see models/tiny_mla): a tool
+output sets a variable (`kappa = 42;`), a note derives another from it without saying the value
+(`port = kappa + 1;`), a question asks for a variable. What makes it a test of the contract: when a question
+is asked, the output that set the value has just been dropped, so the value is nowhere in the text. It is only
+in the KV of the note, which attended to the output while it was there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+MOST_TURNS = 20
+"""More would need longer prompts than the tiny model was trained for."""
+
+
+def _words(text: str) -> Sequence[str]:
+    return tuple(text.split())
+
+
+_LAG = 12
+"""How many tool outputs are kept when the conversation is short enough for the model."""
+_MOST_ROUNDS = 26
+_NAMES: Sequence[str] = _words(
+    """
+    alpha beta gamma delta omega sigma theta kappa count total limit index offset size depth width height
+    score level rate price port row col page step seed temp load rank slot node edge batch epoch gain cost
+    mass a b c d e f g h i j k l m n o p q r s t u v w x y z
+    """
+)
+_CHATTER: Sequence[str] = _words(
+    """
+    read set get log status ok error files found done list open test passed failed line build cache user file
+    took ready info warn memory disk id old new run check result report older tool removed to save context
+    policy by summary in of on for from no all items kept dropped next last
+    """
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of the conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One step of the agent.
+
+    Attributes:
+        call: the agent calls a tool.
+        output: what the tool says: the part that is dropped when it is stale.
+        note: what the agent derives from it.
+        log: chatter of another tool.
+        asked: the variable whose value follows from the output.
+        value: that value.
+    """
+
+    call: Message
+    output: tuple[Message, ...]
+    note: Message
+    log: Message
+    asked: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn: a new round, a question, and what the agent drops from its history before it answers.
+
+    Attributes:
+        number: from 1.
+        round: index of the round that is new in this turn.
+        stale: index of the round whose output is replaced by `stub`.
+        stub: what stands in its place.
+        deleted: index of a round whose log is removed without a replacement; None: of none.
+        question: asks for what follows from the stale output.
+        expected: the right answer, given everything that was ever said.
+    """
+
+    number: int
+    round: int
+    stale: int
+    stub: Message
+    deleted: int | None
+    question: Message
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A whole conversation.
+
+    Attributes:
+        system: the first message.
+        rounds: all rounds; the first `before` of them precede the first turn.
+        before: how many that are.
+        turns: the turns.
+    """
+
+    system: Message
+    rounds: tuple[Round, ...]
+    before: int
+    turns: tuple[Turn, ...]
+
+
+def write_scenario(turns: int, seed: int) -> Scenario:
+    """A conversation of so many turns; the same seed gives the same one.
+
+    Raises:
+        ValueError: for a number of turns outside 1 to `MOST_TURNS`.
+    """
+    if not 1 <= turns <= MOST_TURNS:
+        raise ValueError(f"turns: expected 1 to {MOST_TURNS}, got {turns}")
+    chance = random.Random(seed)
+    names = iter(chance.sample(_NAMES, len(_NAMES)))
+    before = min(_LAG, _MOST_ROUNDS - turns)
+    rounds = tuple(_round(chance, names) for _ in range(before + turns))
+    system = Message("system", "You track variables. Answer with the value or unknown.")
+    return Scenario(system, rounds, before, tuple(_turn(chance, rounds, before, i) for i in range(turns)))
+
+
+def _round(chance: random.Random, names: Iterator[str]) -> Round:
+    source, asked = next(names), next(names)
+    value, step = chance.randrange(100), chance.choice((0, 0, 1, -1, 2))
+    derived = f"{source} {'+' if step > 0 else '-'} {abs(step)}" if step else source
+    return Round(
+        call=Message("assistant", f"call {chance.choice(_CHATTER)}"),
+        output=(Message("tool", f"{source} = {value};"), Message("tool", _chatter(chance, 28, 38))),
+        note=Message("assistant", f"{asked} = {derived};"),
+        log=Message("tool", _chatter(chance, 6, 14)),
+        asked=asked,
+        value=str((value + step) % 100),
+    )
+
+
+def _turn(chance: random.Random, rounds: tuple[Round, ...], before: int, i: int) -> Turn:
+    # Mostly the stub is shorter than what it replaces; a summary now and then is longer.
+    if i % 4 == 3:
+        stub = f"[evicted: 2 older tool turns summary of older turns kept {_chatter(chance, 40, 46)}]"
+    else:
+        stub = "[evicted: 2 older tool turns]"
+    return Turn(
+        number=i + 1,
+        round=before + i,
+        stale=i,
+        stub=Message("tool", stub),
+        deleted=i + before // 2 if i % 3 == 2 else None,
+        question=Message("user", f"{rounds[i].asked} ?"),
+        expected=rounds[i].value,
+    )
+
+
+def _chatter(chance: random.Random, least: int, most: int) -> str:
+    """Words and numbers that say nothing, of `least` to `most` tokens."""
+    count = chance.randint(least, most)
+    words = [chance.choice(_CHATTER)]
+    while len(words) < count:
+        words.append(chance.choice(_CHATTER) if chance.random() < 0.8 else str(chance.randrange(100)))
+    return " ".join(words)
