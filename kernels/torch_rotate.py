@@ -114,14 +114,32 @@ class _Turner:
     The views of a whole chunk are made once: on a CPU a view costs as much as a small operation.
     """
 
-    __slots__ = ("angles", "direct", "limit", "pairs", "step", "x", "y")
+    __slots__ = (
+        "angles",
+        "apart",
+        "band",
+        "direct",
+        "limit",
+        "pairs",
+        "stage",
+        "step",
+        "turning",
+        "units",
+        "x",
+        "y",
+    )
 
     def __init__(self, plane: Plane, angles: _Angles, step: int) -> None:
-        assert plane.turning is not None
-        shape = (step, *plane.turning.shape[1:])
-        self.angles, self.step = angles, step
+        turning, units = plane.turning, plane.turning_units
+        assert turning is not None and units is not None
+        shape = (step, *turning.shape[1:])
+        self.angles, self.step, self.turning, self.units = angles, step, turning, units
+        self.stage = torch.empty((step, *units.shape[1:]), dtype=units.dtype, device=units.device)
+        self.band = self.stage.view(plane.dtype).view(shape)
         self.direct = plane.dtype is torch.float32
         self.limit = torch.finfo(plane.dtype).max if plane.dtype in FP8 else None
+        # Bands that lie apart are decoded faster from a packed copy; fp32 is turned where it lies.
+        self.apart = not self.direct and turning.stride(0) != turning[:1].numel()
         self.x = torch.empty(shape, dtype=torch.float32, device=plane.rows.device)
         self.pairs = _as_pairs(self.x)
         self.y = torch.empty_like(self.x) if angles.pairing is Pairing.HALVES else self.x
@@ -144,6 +162,17 @@ class _Turner:
         y[..., :half].addcmul_(x[..., half:], sin, value=-1)
         y[..., half:].addcmul_(x[..., :half], sin)
         band.copy_(self._bounded(y))
+
+    def turn_slots(self, start: int, stop: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Turn the bands of slots ``[start, stop)``, at most a chunk, where they lie."""
+        if not self.apart:
+            self(self.turning[start:stop], cos, sin)
+            return
+        c = stop - start
+        stage, band = (self.stage, self.band) if c == self.step else (self.stage[:c], self.band[:c])
+        stage.copy_(self.units[start:stop])
+        self(band, cos, sin)
+        self.units[start:stop].copy_(stage)
 
     def _bounded(self, x: torch.Tensor) -> torch.Tensor:
         """A turn can carry a pair of large fp8 elements past the largest one; those saturate, like a
@@ -215,16 +244,16 @@ def _step(plane: Plane, job: Job, token_bytes: int) -> int:
 
 
 def _move(plane: Plane, group: _Group, turner: _Turner | None, step: int) -> None:
-    units, turning = plane.units, plane.turning
+    units = plane.units
     for src, dst, count, row in group.runs:
-        if turner is None or turning is None:
+        if turner is None:
             units[dst : dst + count].copy_(units[src : src + count])
             continue
         cos, sin = turner.angles.at(row)
         for i in range(0, count, step):
             a, b = dst + i, dst + min(i + step, count)
             units[a:b].copy_(units[a + src - dst : b + src - dst])
-            turner(turning[a:b], cos, sin)
+            turner.turn_slots(a, b, cos, sin)
     if group.src.numel() == 0:
         return
     stage = torch.empty((step, *units.shape[1:]), dtype=units.dtype, device=units.device)
@@ -250,19 +279,15 @@ def _move_staged(plane: Plane, job: Job, turner: _Turner | None) -> None:
 
 
 def _turn_in_place(plane: Plane, group: _Group, turner: _Turner) -> None:
-    turning, units, step = plane.turning, plane.turning_units, turner.step
-    assert turning is not None and units is not None
+    units, step = plane.turning_units, turner.step
+    assert units is not None
     for src, _, count, row in group.runs:
         cos, sin = turner.angles.at(row)
         for i in range(0, count, step):
-            turner(turning[src + i : src + min(i + step, count)], cos, sin)
-    if group.src.numel() == 0:
-        return
-    stage = torch.empty((step, *units.shape[1:]), dtype=units.dtype, device=units.device)
-    band = stage.view(plane.dtype).view(step, *turning.shape[1:])
+            turner.turn_slots(src + i, src + min(i + step, count), cos, sin)
     for i, j, row_of in group.pieces(step):
-        got = torch.index_select(units, 0, group.src[i:j], out=stage[: j - i])
-        turner(band[: j - i], *turner.angles.at(row_of))
+        got = torch.index_select(units, 0, group.src[i:j], out=turner.stage[: j - i])
+        turner(turner.band[: j - i], *turner.angles.at(row_of))
         units.index_copy_(0, group.src[i:j], got)
 
 
