@@ -19,8 +19,8 @@ from leyline_lmcache.ops import KINDS, Copy, CopyRotate, Fill, Invalidate, Op, O
 
 SCHEMA_VERSION = 1
 """Version of the encoding written, and the only one read."""
-MAX_PLAN_BYTES = 64 << 20
-"""Longest encoded plan accepted."""
+MAX_PLAN_BYTES = 4 << 20
+"""Longest encoded plan; a thousand edits make a few percent of it."""
 MAX_BUFFER_NAME = 512
 """Longest buffer id accepted, in characters."""
 
@@ -33,7 +33,15 @@ class CodecError(ValueError):
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """The plan as msgpack; `decode_plan` gives back an equal one."""
+    """The plan as msgpack; `decode_plan` gives back an equal one.
+
+    Raises:
+        CodecError: for a plan that `decode_plan` would refuse for its size or a buffer's name.
+    """
+    for index, op in enumerate(plan.ops):
+        name = getattr(op, "buffer", None)
+        if name is not None:
+            _buffer(name, f"ops[{index}].buffer")
     data: bytes = msgpack.packb(
         {
             "v": SCHEMA_VERSION,
@@ -45,6 +53,8 @@ def encode_plan(plan: Plan) -> bytes:
             "ops": [op_to_map(op) for op in plan.ops],
         }
     )
+    if len(data) > MAX_PLAN_BYTES:
+        raise CodecError(f"plan: expected at most {MAX_PLAN_BYTES} bytes, got {len(data)}")
     return data
 
 
@@ -191,8 +201,8 @@ def _deps(value: object, path: str) -> tuple[int, ...]:
 
 
 def _buffer(value: object, path: str) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_BUFFER_NAME:
-        raise CodecError(f"{path}: expected a buffer id of 1 to {MAX_BUFFER_NAME} characters")
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_BUFFER_NAME or not value.isprintable():
+        raise CodecError(f"{path}: expected a buffer id of 1 to {MAX_BUFFER_NAME} printable characters")
     return value
 
 

@@ -51,10 +51,9 @@ class Directive:
     action_id: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, str) or not self.base:
+        check_name("base", self.base)
+        if not self.base:
             raise _invalid("base", "expected the id of a response", self.base)
-        if len(self.base) > MAX_NAME_LENGTH:
-            raise _invalid("base", f"expected at most {MAX_NAME_LENGTH} characters", len(self.base))
         _check_position("start", self.start)
         _check_position("end", self.end)
         if self.end < self.start:
@@ -75,10 +74,7 @@ class Directive:
             )
         if not isinstance(self.mode, Mode):
             raise _invalid("mode", "expected amortize or forget", self.mode)
-        if not isinstance(self.action_id, str):
-            raise _invalid("action_id", "expected text", type(self.action_id))
-        if len(self.action_id) > MAX_NAME_LENGTH:
-            raise _invalid("action_id", f"expected at most {MAX_NAME_LENGTH} characters", len(self.action_id))
+        check_name("action_id", self.action_id)
 
     @property
     def shift(self) -> int:
@@ -143,6 +139,21 @@ def first_bad_token(ids: Sequence[object]) -> int | None:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < TOKEN_LIMIT:
             return index
     return None
+
+
+def check_name(field: str, value: object) -> None:
+    """Refuse what cannot be an id: names go into logs, metrics and records, so they are short and printable.
+
+    Raises:
+        Fallback: `invalid_directive`, naming the field.
+    """
+    if not isinstance(value, str):
+        raise _invalid(field, "expected text", value)
+    if len(value) > MAX_NAME_LENGTH:
+        raise _invalid(field, f"expected at most {MAX_NAME_LENGTH} characters", len(value))
+    # No line breaks, control characters or lone surrogates.
+    if not value.isprintable():
+        raise Fallback(FallbackReason.INVALID_DIRECTIVE, f"{field}: expected printable characters only")
 
 
 def shown(value: object) -> str:

@@ -14,14 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leyline_lmcache.directive import (
-    MAX_NAME_LENGTH,
-    MAX_REPLACEMENT,
-    Directive,
-    Mode,
-    first_bad_token,
-    shown,
-)
+from leyline_lmcache.directive import MAX_REPLACEMENT, Directive, Mode, check_name, first_bad_token, shown
 from leyline_lmcache.reasons import Fallback, FallbackReason
 
 ENVELOPE_VERSION = "1"
@@ -194,12 +187,10 @@ def _text(source: Mapping[Any, Any], name: str, path: str, *, empty: bool = Fals
     if name not in source:
         raise Fallback(FallbackReason.INVALID_DIRECTIVE, f"{path}: missing")
     value = source[name]
-    if not isinstance(value, str):
-        raise _invalid(path, "expected text", value)
+    check_name(path, value)
+    assert isinstance(value, str)
     if not value and not empty:
         raise _invalid(path, "expected text", value)
-    if len(value) > MAX_NAME_LENGTH:
-        raise _invalid(path, f"expected at most {MAX_NAME_LENGTH} characters", len(value))
     return value
 
 

@@ -133,6 +133,20 @@ def test_what_is_no_plan_at_all() -> None:
     assert refusal(b"\xc0" * (MAX_PLAN_BYTES + 1)).startswith("plan: expected at most")
 
 
+@pytest.mark.parametrize("name", ["\ud800", "", "x" * 600, "a\nb"])
+def test_a_buffer_name_that_cannot_travel_is_refused_when_it_is_written(name: str) -> None:
+    plan = compile_plan(View(), View.of_buffer(name, 3), 1, Tier.GPU)
+    with pytest.raises(CodecError, match=r"ops\[0\].buffer: expected a buffer id"):
+        encode_plan(plan)
+
+
+def test_a_plan_too_long_to_be_read_is_not_written() -> None:
+    base = View.of_buffer("a", 400_000)
+    plan = compile_plan(base, base.apply([Edit(k * 8, k * 8 + 3, 1) for k in range(50_000)]), 1, Tier.GPU)
+    with pytest.raises(CodecError, match="plan: expected at most"):
+        encode_plan(plan)
+
+
 @SOME
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_plan_or_refused(data: bytes) -> None:

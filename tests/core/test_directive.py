@@ -32,6 +32,9 @@ def d(start: int, end: int, length: int = 0, mode: Mode = Mode.AMORTIZE, base: s
     [
         ("base", ""),
         ("base", 7),
+        ("base", "a\nforged: line"),
+        ("base", "\ud800"),
+        ("action_id", "\x1b[31m"),
         ("base", None),
         ("base", "x" * (MAX_NAME_LENGTH + 1)),
         ("start", -1),

@@ -107,6 +107,8 @@ def test_order_sent_is_kept() -> None:
         ("protocol_version", ..., "protocol_version: missing"),
         ("message_id", ..., "message_id: missing"),
         ("message_id", 5, "message_id: expected text, got 5"),
+        ("message_id", "a\nb", "message_id: expected printable characters only"),
+        ("actions.0.payload.base", "\ud800", "actions[0].payload.base: expected printable characters only"),
         ("actions", {"0": 1}, "actions: expected a list, got dict"),
         ("actions", "abc", "actions: expected a list, got 'abc'"),
         ("actions.0", 3, "actions[0]: expected an object, got 3"),
