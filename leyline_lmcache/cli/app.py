@@ -82,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.OK
     except Exception as error:
         return _translate(error)
+    if result == ExitCode.INTERRUPTED:  # typer turns a Ctrl-C into this status
+        return _fail("interrupted", ExitCode.INTERRUPTED)
     return result if isinstance(result, int) else ExitCode.OK
 
 

@@ -18,6 +18,9 @@ _MLA = replace(_BASE, model="mla")
 _GQA = replace(_BASE, model="gqa")
 _TINY = replace(_BASE, model="tiny-mla")
 
+# SGLang then checks every slot's owner after each step, and dies of a leak or of a slot freed twice.
+_CHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
+
 STACKS: Mapping[str, StackSpec] = MappingProxyType(
     {
         "stack_tiny": _TINY,
@@ -31,5 +34,22 @@ STACKS: Mapping[str, StackSpec] = MappingProxyType(
             _MLA, plugin=False, page_size=16, chunked_prefill_size=512, lmcache=False
         ),
         "stack_tiny_bf16": replace(_TINY, dtype="bfloat16", page_size=16),
+        # A pool that is soon full, slots taken over rather than copied, prefill in many steps.
+        "stack_small": replace(
+            _MLA,
+            max_total_tokens=4096,
+            context_length=3072,
+            chunked_prefill_size=64,
+            leyline={"inplace": "always", "drift_limit": 2},
+            env=_CHECKED,
+        ),
+        # Running requests are thrown out again and again, in the middle of their prefill too.
+        "stack_gqa_retract": replace(
+            _GQA,
+            lmcache=False,
+            max_total_tokens=8192,
+            chunked_prefill_size=64,
+            env=_CHECKED | {"SGLANG_TEST_RETRACT": "1"},
+        ),
     }
 )

@@ -1,0 +1,46 @@
+"""A wrong spec is refused at once, and the message names the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from leyline_lmcache.stack import StackError, StackSpec
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"dtype": "int8"}, "dtype"),
+        ({"device": "tpu"}, "device"),
+        ({"page_size": 0}, "page_size"),
+        ({"max_total_tokens": -1}, "max_total_tokens"),
+        ({"l1_size_gb": 0.0}, "l1_size_gb"),
+        ({"sglang_port": 65536}, "sglang_port"),
+        ({"sglang_port": 4000, "redis_port": 4000}, "redis_port"),
+        ({"page_size": 48, "chunk_size": 256}, "chunk_size"),
+        ({"redis_url": "localhost:6379"}, "redis_url"),
+    ],
+)
+def test_wrong_fields_are_named(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(StackError, match=rf"\b{named}\b"):
+        StackSpec(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "roles"),
+    [
+        ({}, ("redis", "lmcache", "sglang")),
+        ({"redis": False}, ("lmcache", "sglang")),
+        ({"redis_url": "redis://127.0.0.1:6379"}, ("lmcache", "sglang")),
+        ({"lmcache": False}, ("sglang",)),
+    ],
+)
+def test_only_the_servers_that_are_needed(fields: dict[str, Any], roles: tuple[str, ...]) -> None:
+    assert StackSpec(**fields).roles == roles
+
+
+def test_a_record_holds_what_differs_from_the_defaults() -> None:
+    spec = StackSpec(model="gqa", leyline={"min_reuse": 1})
+    assert spec.to_json() == {"model": "gqa", "leyline": {"min_reuse": 1}}
