@@ -70,7 +70,7 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=torch.float32, attn_implementation="eager"
+            str(folder), dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
         self.config = self.model.config
         self.mla = hasattr(self.config, "kv_lora_rank")
@@ -176,7 +176,7 @@ class Reference:
 
     @torch.no_grad()
     def turned(self, keys: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Keys before RoPE ``[T, heads, dim]``, turned by the model's own embedding for positions from ``start``.
+        """Keys before RoPE ``[T, heads, dim]``, turned by the model for positions from ``start``.
 
         Returns them as transformers caches them: ``[1, heads, T, dim]``.
         """
@@ -208,7 +208,7 @@ class Reference:
     # ------------------------------------------------------------------ edits
 
     def edited(self, base: Context, edits: Sequence[Edit], computed: Sequence[tuple[int, int]]) -> Context:
-        """The edited sequence: ``computed`` ranges (of the edited positions) prefilled at their place, left to
+        """The edited sequence: ``computed`` ranges (edited positions) prefilled at their place, left to
         right, all other tokens with the KV they have in ``base``.
 
         Raises:
@@ -242,7 +242,7 @@ class Reference:
         page_size: int = 1,
         min_reuse: int = 16,
     ) -> tuple[Answer, Served]:
-        """What the engine has to answer to an edited request: kept KV as far as the rules go, then the tail."""
+        """What the engine has to answer to an edited request: kept KV as far as the rules go, then a tail."""
         served = serve(base.tokens, edits, prompt, page_size=page_size, min_reuse=min_reuse)
         kept = self.edited(base, edits, served.computed).cut(0, served.target)
         return self.answer(kept, prompt[served.target :], count), served

@@ -1,7 +1,7 @@
 """Which tokens of an edited request the engine computes, and which keep the KV they had.
 
 Written from the documented rule (DESIGN §6: fills round up to a page; only whole pages are ever in the tree;
-the engine computes at least one token of each prompt), not from the planner, so that the two check each other.
+the engine computes at least one token of each prompt), not from the planner: the two check each other.
 """
 
 from __future__ import annotations
