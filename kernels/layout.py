@@ -105,7 +105,10 @@ class Plane:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVLayout:
-    """All planes of a pool. They share a device and a number of slots."""
+    """All planes of a pool. They share a device and a number of slots.
+
+    Holds the buffers and, once used, their addresses: make a new layout when an engine reallocates its pool.
+    """
 
     planes: tuple[Plane, ...]
     cache: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
@@ -203,9 +206,10 @@ def _widest(rows: torch.Tensor) -> torch.Tensor:
             (rows.shape[0], rows.shape[1] * rows.shape[2]), (rows.stride(0), 1), rows.storage_offset()
         )
     size = rows.element_size()
-    spans = [rows.shape[-1], rows.storage_offset(), *(s for s in rows.stride()[:-1])]
+    spans = [size * span for span in (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])]
+    spans.append(rows.data_ptr())
     for unit in (torch.complex128, torch.int64, torch.int32, torch.int16):
-        if unit.itemsize > size and all(span * size % unit.itemsize == 0 for span in spans):
+        if unit.itemsize > size and all(span % unit.itemsize == 0 for span in spans):
             return rows.view(unit)
     return rows.view(torch.uint8) if size == 1 else rows
 

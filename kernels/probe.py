@@ -69,18 +69,7 @@ def probe_module(rotary: Any) -> RopeSpec:
     sample = _Sample(table)
     amplitude = sample.amplitude()
     sample.check_closure(amplitude)
-    for freq in _module_frequencies(rotary, width // 2):
-        if sample.explains(freq, amplitude):
-            break
-    else:
-        if sample.epsilon > 2**-20:
-            raise UnsupportedRope(
-                RopeFault.UNKNOWN_FREQUENCIES,
-                f"a {table.dtype} table is too coarse for angles, and no frequencies of the module match it",
-            )
-        freq = sample.recover(amplitude)
-        if not sample.explains(freq, amplitude):
-            raise UnsupportedRope(RopeFault.NOT_LINEAR, "the angle is not proportional to the position")
+    freq = sample.frequencies(list(_module_frequencies(rotary, width // 2)), amplitude)
     exact = getattr(rotary, "mscale", None)
     if isinstance(exact, float) and abs(exact - amplitude) <= 2 * sample.epsilon * amplitude:
         amplitude = exact
@@ -119,11 +108,38 @@ class _Sample:
         type."""
         return amplitude * (angle.abs() * 2**-22 + 4 * 2**-24 + 2 * self.epsilon)
 
-    def explains(self, freq: torch.Tensor, amplitude: float) -> bool:
-        """Whether every sampled row is ``amplitude * exp(i * row * freq)`` to rounding."""
+    def frequencies(self, candidates: list[torch.Tensor], amplitude: float) -> torch.Tensor:
+        """fp64 radians per position: those of the module that explain the table, or recovered from it."""
+        known = next((c for c in candidates if bool(self._explained(c, amplitude).all())), None)
+        if self.epsilon > 2**-20:  # half precision
+            if known is None:
+                raise UnsupportedRope(
+                    RopeFault.UNKNOWN_FREQUENCIES,
+                    "a half-precision table gives no angles, and it matches no frequencies of the module",
+                )
+            return known
+        found = self.recover(amplitude)
+        if known is not None:
+            # A fit follows the table's rounding noise, so it is believed only where it is clearly better: the
+            # module's frequency, computed here, may differ in its last bit from the one its device computed.
+            better = self._error(known, amplitude) > 2 * self._error(found, amplitude)
+            found = torch.where(better, found, known)
+        if not bool(self._explained(found, amplitude).all()):
+            raise UnsupportedRope(RopeFault.NOT_LINEAR, "the angle is not proportional to the position")
+        return found
+
+    def _off(self, freq: torch.Tensor, amplitude: float) -> tuple[torch.Tensor, torch.Tensor]:
         angle = self.rows.to(torch.float64)[:, None] * freq
-        off = (self.values - torch.polar(torch.full_like(angle, amplitude), angle)).abs()
-        return bool((off <= self._tolerance(angle, amplitude)).all())
+        return (self.values - torch.polar(torch.full_like(angle, amplitude), angle)).abs(), angle
+
+    def _explained(self, freq: torch.Tensor, amplitude: float) -> torch.Tensor:
+        """Per sampled row and pair: whether it is ``amplitude * exp(i * row * freq)`` to rounding."""
+        off, angle = self._off(freq, amplitude)
+        return off <= self._tolerance(angle, amplitude)
+
+    def _error(self, freq: torch.Tensor, amplitude: float) -> torch.Tensor:
+        """Per pair: how far the table is from ``freq``, over all sampled rows."""
+        return self._off(freq, amplitude)[0].square().mean(0)
 
     def recover(self, amplitude: float) -> torch.Tensor:
         """Frequencies from the table alone: unwrap the phase from row 1 outwards, each row refining the

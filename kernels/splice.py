@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
@@ -59,6 +60,7 @@ def splice_rows(
 
     Raises ``SpliceError``/``SlotRangeError`` before anything is written.
     """
+    shift = shift if isinstance(shift, torch.Tensor) else operator.index(shift)
     n = _check_arguments(src, dst, shift)
     triton = _triton(layout, backend)
     if n == 0:

@@ -54,15 +54,17 @@ class Job:
             row = torch.zeros_like(src)
             turn = torch.full_like(stay, shift != 0)
         else:
-            distinct, row = torch.unique(shift, return_inverse=True)
-            turn = shift != 0
+            # Shifts come in runs: sort the runs, not the tokens.
+            runs, run = torch.unique_consecutive(shift, return_inverse=True)
+            distinct, row = torch.unique(runs, return_inverse=True)
+            row, turn = row[run], shift != 0
         group = torch.where(stay, torch.where(turn, 2, 3), turn.to(torch.int64))
         key = group * distinct.numel() + row
-        if bool((key != key[0]).any()):
-            order = torch.argsort(key, stable=True)[: int((group < 3).sum())]
+        if bool((key.diff() < 0).any()):
+            order = torch.argsort(key, stable=True)
             src, dst, row, group = src[order], dst[order], row[order], group[order]
-        elif int(group[0]) == 3:
-            src, dst, row, group = src[:0], dst[:0], row[:0], group[:0]
+        n = int((group < 3).sum())
+        src, dst, row, group = src[:n], dst[:n], row[:n], group[:n]
         still, moved = int((group == 0).sum()), int((group < 2).sum())
         written = torch.zeros(slots, dtype=torch.bool)
         written[dst[:moved]] = True

@@ -63,6 +63,25 @@ def test_a_bare_table_gives_the_same_frequencies(kind: str) -> None:
     assert spec.inv_freq == pytest.approx(known.inv_freq, rel=2**-24, abs=0)
 
 
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_frequencies_of_another_device_give_way_to_the_table(kind: str) -> None:
+    """A table filled on a GPU, whose powers differ in the last bit from those the module computes here."""
+    module = build(SUPPORTED[kind], positions=1 << 15)
+    exact = probe_module(module).inv_freq
+    told = [f * (1 + 2**-23) if i % 2 else f for i, f in enumerate(exact)]
+    bare = SimpleNamespace(
+        cos_sin_cache=module.cos_sin_cache,
+        is_neox_style=True,
+        rotary_dim=HEAD,
+        inv_freq=torch.tensor(told, dtype=torch.float64),
+    )
+    got = probe_module(bare).inv_freq
+    reach = len(module.cos_sin_cache)
+    for found, right in zip(got, exact, strict=True):
+        # Half the last bit, or too slow a pair for the bit to show anywhere in the table.
+        assert abs(found - right) <= max(right * 2**-24, 2**-20 / reach)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_bare_half_precision_table_is_not_guessed_at(dtype: torch.dtype) -> None:
     table = build(None).cos_sin_cache.to(dtype)
