@@ -1,0 +1,329 @@
+"""Large values over one redis-py connection, without needless copies.
+
+redis-py connects, authenticates and speaks for all small commands. It would copy a value of 8 MiB two
+times on its way out and four times on its way in, so values go over the same connection's socket
+directly: out with one gathering send of header and payload, in with one receive straight into the block's
+memory. Socket time-outs of the kernel bound each wait; the deadline bounds the whole.
+
+The socket is `Connection._sock`, the one private name of redis-py used here; tests/redis/test_contract.py
+pins it.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import InvalidResponse, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+# Replies of SET and the heads of GET's replies are short; more than this would only be copied twice.
+_BUFFER_BYTES = 4096
+_SKIP_BYTES = 1 << 16
+# Skipping more than this to save a connection is not worth its time.
+_MOST_SKIPPED = 64 << 20
+# Linux takes 1024 buffers in one gathering send.
+_MOST_BUFFERS = 768
+
+Buffer = bytes | memoryview
+
+
+class TaskTimeout(RedisTimeoutError):
+    """The task's own time is up, which says nothing about the node."""
+
+
+class Deadline:
+    """A point in time that a whole task must not pass."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds; negative once it has passed."""
+        return self._end - time.monotonic()
+
+    @property
+    def is_past(self) -> bool:
+        return self.left <= 0
+
+    def check(self) -> None:
+        """Raises TaskTimeout once it has passed."""
+        if self.left <= 0:
+            raise TaskTimeout("the task's time is up")
+
+
+class Bulk:
+    """One value on its way in."""
+
+    __slots__ = ("_wire", "left")
+
+    def __init__(self, wire: Wire, length: int) -> None:
+        self._wire = wire
+        self.left = length
+        """Bytes not read yet."""
+
+    def read(self, count: int) -> bytes:
+        """The next `count` bytes, fewer at the value's end. For small counts."""
+        data = bytearray(min(count, self.left))
+        self.into(memoryview(data))
+        return bytes(data)
+
+    def into(self, view: memoryview) -> None:
+        """Fill `view`, which must not be longer than what is left."""
+        self._wire.receive(view)
+        self.left -= len(view)
+
+    def skip(self) -> None:
+        """Drop the rest, so that the connection can go on with the next reply."""
+        if self.left > _MOST_SKIPPED:
+            raise RedisConnectionError("a value is too long to skip; the connection starts anew")
+        if self.left:
+            scratch = memoryview(bytearray(min(self.left, _SKIP_BYTES)))
+            while self.left:
+                self.into(scratch[: min(self.left, len(scratch))])
+
+
+class Wire:
+    """A borrowed connection. Any exception leaves it in an unknown state; the lender closes it then.
+
+    Args:
+        connection: redis-py connection, connected, with nothing to be read.
+        deadline: of the task.
+        stall_s: longest wait without a single byte.
+        window: bytes under way before the first answer is waited for.
+    """
+
+    def __init__(self, connection: Any, deadline: Deadline, stall_s: float, window: int) -> None:
+        self._connection = connection
+        self._socket: socket.socket = connection._sock
+        self._deadline = deadline
+        self._stall_s = stall_s
+        self._window = window
+        self._is_tls = isinstance(self._socket, ssl.SSLSocket)
+        self._whole = 0 if self._is_tls else socket.MSG_WAITALL
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._memory = memoryview(self._buffer)
+        self._start = 0
+        self._stop = 0
+
+    # -- small commands ------------------------------------------------------------------------
+
+    def call(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Send all commands, then read all replies; an error reply comes as the exception it would be."""
+        self._deadline.check()
+        connection = self._connection
+        connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+        replies: list[Any] = []
+        for _ in commands:
+            self._deadline.check()
+            try:
+                replies.append(connection.read_response())
+            except ResponseError as error:
+                replies.append(error)
+        return replies
+
+    # -- values --------------------------------------------------------------------------------
+
+    def put(self, commands: Iterable[tuple[Buffer, memoryview, Buffer]], replies: list[bytes]) -> None:
+        """Send commands that end in one-line replies.
+
+        Args:
+            commands: what goes before each payload, the payload, what goes after it. Taken one by one while
+                earlier ones are under way, so that the caller can prepare the next meanwhile.
+            replies: gets the line of each reply, in order, as they arrive: also of those before an exception.
+        """
+        self._begin()
+        batches: deque[int] = deque()
+        buffers: list[Buffer] = []
+        size = count = 0
+        for before, payload, after in commands:
+            buffers += (before, payload, after)
+            size += len(payload)
+            count += 1
+            if 2 * size >= self._window or len(buffers) >= _MOST_BUFFERS:
+                self._send(buffers)
+                batches.append(count)
+                buffers, size, count = [], 0, 0
+                if len(batches) > 1:
+                    replies.extend(self._line() for _ in range(batches.popleft()))
+        if buffers:
+            self._send(buffers)
+            batches.append(count)
+        for batch in batches:
+            for _ in range(batch):
+                replies.append(self._line())
+        self._end()
+
+    def fetch(
+        self,
+        commands: Sequence[bytes],
+        sizes: Sequence[int],
+        take: Callable[[int, Bulk | bytes | None], None],
+    ) -> None:
+        """Send commands that end in a value each.
+
+        Args:
+            commands: packed.
+            sizes: expected length of each value.
+            take: called with the index and the value, None if there is none, or the line of an error
+                reply. It
+                need not read the value to its end.
+        """
+        self._begin()
+        count = len(commands)
+        sent = under_way = 0
+        for index in range(count):
+            batch = []
+            # Two at least: Redis prepares one reply while the other is received.
+            while sent < count and (under_way < self._window or sent < index + 2):
+                batch.append(commands[sent])
+                under_way += sizes[sent]
+                sent += 1
+            if batch:
+                self._send([b"".join(batch)])
+            line = self._line()
+            under_way -= sizes[index]
+            if line[:1] == b"$":
+                length = int(line[1:])
+                if length < 0:
+                    take(index, None)
+                    continue
+                bulk = Bulk(self, length)
+                take(index, bulk)
+                bulk.skip()
+                if self._line():
+                    raise InvalidResponse("expected the end of a value")
+            elif line[:1] == b"-":
+                take(index, line)
+            else:
+                raise InvalidResponse("expected a value")
+        self._end()
+
+    def receive(self, view: memoryview) -> None:
+        """Fill `view` from the connection."""
+        ready = min(len(view), self._stop - self._start)
+        if ready:
+            view[:ready] = self._memory[self._start : self._start + ready]
+            self._start += ready
+        while ready < len(view):
+            ready += self._receive_into(view[ready:], self._whole)
+
+    # -- socket --------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Let the kernel wait for whole values instead of polling for each piece (TLS cannot)."""
+        self._deadline.check()
+        self._start = self._stop = 0
+        if self._is_tls:
+            return
+        wait = struct.pack("ll", int(self._stall_s), int(self._stall_s % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+        self._socket.settimeout(None)
+
+    def _end(self) -> None:
+        """Hand the socket back as redis-py left it."""
+        if self._start != self._stop:
+            raise InvalidResponse("more came than was asked for")
+        if not self._is_tls:
+            self._socket.settimeout(self._stall_s)
+
+    def _send(self, buffers: list[Buffer]) -> None:
+        if self._is_tls:
+            self._send_tls(buffers)
+            return
+        left = sum(len(buffer) for buffer in buffers)
+        while True:
+            self._deadline.check()
+            try:
+                sent = self._socket.sendmsg(buffers)
+            except (TimeoutError, BlockingIOError):
+                raise RedisTimeoutError("Redis takes no bytes") from None
+            except OSError as error:
+                raise RedisConnectionError(f"the connection broke while sending: {error.strerror}") from None
+            left -= sent
+            if not left:
+                return
+            buffers = _after(buffers, sent)
+
+    def _send_tls(self, buffers: list[Buffer]) -> None:
+        # One record for what is small: header, end of the value before.
+        small: list[Buffer] = []
+        try:
+            for buffer in buffers:
+                if len(buffer) < _BUFFER_BYTES:
+                    small.append(buffer)
+                    continue
+                if small:
+                    self._socket.sendall(b"".join(small))
+                    small = []
+                self._deadline.check()
+                self._socket.sendall(buffer)
+            if small:
+                self._socket.sendall(b"".join(small))
+        except TimeoutError:
+            raise RedisTimeoutError("Redis takes no bytes") from None
+        except OSError as error:
+            raise RedisConnectionError(f"the connection broke while sending: {error.strerror}") from None
+
+    def _receive_into(self, view: memoryview, flags: int = 0) -> int:
+        self._deadline.check()
+        try:
+            got = (
+                self._socket.recv_into(view)
+                if self._is_tls
+                else self._socket.recv_into(view, len(view), flags)
+            )
+        except (TimeoutError, BlockingIOError):
+            raise RedisTimeoutError("Redis sends no bytes") from None
+        except OSError as error:
+            raise RedisConnectionError(f"the connection broke while receiving: {error.strerror}") from None
+        if not got:
+            raise RedisConnectionError("Redis closed the connection")
+        return got
+
+    def _line(self) -> bytes:
+        """The next line, without its end."""
+        while True:
+            found = self._buffer.find(b"\r\n", self._start, self._stop)
+            if found >= 0:
+                line = bytes(self._memory[self._start : found])
+                self._start = found + 2
+                return line
+            if self._start == self._stop:
+                self._start = self._stop = 0
+            elif self._stop == _BUFFER_BYTES:
+                if not self._start:
+                    raise InvalidResponse("a reply's first line is too long")
+                kept = self._stop - self._start
+                self._buffer[:kept] = self._buffer[self._start : self._stop]
+                self._start, self._stop = 0, kept
+            self._stop += self._receive_into(self._memory[self._stop :])
+
+
+def _after(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:
+    """What is left of `buffers` once `sent` bytes are gone."""
+    rest: list[Buffer] = []
+    for buffer in buffers:
+        if sent >= len(buffer):
+            sent -= len(buffer)
+        else:
+            rest.append(memoryview(buffer)[sent:])
+            sent = 0
+    return rest
+
+
+def pack(*arguments: bytes) -> bytes:
+    """A small command in Redis' protocol."""
+    parts = [b"*%d\r\n" % len(arguments)]
+    parts += (b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments)
+    return b"".join(parts)
