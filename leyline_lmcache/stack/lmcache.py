@@ -4,27 +4,48 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import yaml
 
 from leyline_lmcache.stack import device as devices
+from leyline_lmcache.stack.errors import StackError
 from leyline_lmcache.stack.probe import answers
 from leyline_lmcache.stack.process import Command
-from leyline_lmcache.stack.spec import StackSpec
+from leyline_lmcache.stack.spec import StackSpec, without_password
 
 # The console script of the wheel is bound to the interpreter it was installed with, which need not be ours.
 _RUN = "from lmcache.cli.main import main; main()"
+_LEYLINE_ADAPTER = {"module_path": "leyline_lmcache.connector.l2", "class_name": "LeylineL2Adapter"}
+_MODULE = "leyline_lmcache.connector.server"
 
 
-def l2_adapter(spec: StackSpec, redis_url: str | None) -> Mapping[str, Any] | None:
-    """The L2 tier: the one the spec names, else LMCache's own adapter on `redis_url`, else none."""
-    if spec.l2_adapter is not None or redis_url is None:
-        return spec.l2_adapter
+def l2_adapter(spec: StackSpec, redis_url: str | None) -> dict[str, Any] | None:
+    """The object of ``--l2-adapter``; None if there is no L2 tier.
+
+    Raises:
+        StackError: LMCache's adapter cannot use that URL.
+    """
+    if redis_url is None:
+        return None
+    if spec.l2 == "leyline":
+        params = {"url": redis_url, **spec.l2_options}
+        return {"type": "plugin", **_LEYLINE_ADAPTER, "adapter_params": params}
     address = urlsplit(redis_url)
-    return {"type": "resp", "host": address.hostname, "port": address.port or 6379, "num_workers": 2}
+    if address.path.strip("/") not in ("", "0"):
+        raise StackError(
+            f"redis_url: LMCache's adapter has no database number, is {without_password(redis_url)}"
+        )
+    login = {"username": unquote(address.username or ""), "password": unquote(address.password or "")}
+    return {
+        "type": "resp",
+        "host": address.hostname,
+        "port": address.port or 6379,
+        "num_workers": 2,
+        **{key: value for key, value in login.items() if value},
+        **spec.l2_options,
+    }
 
 
 def command(spec: StackSpec, device: str, port: int, http_port: int, redis_url: str | None) -> Command:
@@ -45,6 +66,8 @@ def command(spec: StackSpec, device: str, port: int, http_port: int, redis_url: 
     adapter = l2_adapter(spec, redis_url)
     if adapter is not None:
         options["--l2-adapter"] = json.dumps(adapter)
+    if spec.server_module:
+        options["--server-module"] = json.dumps({"module_path": _MODULE, "config": dict(spec.server_options)})
     flat = [text for pair in options.items() for text in pair]
     argv = [sys.executable, "-c", _RUN, "server", *flat, "--disable-observability", *spec.lmcache_args]
     return Command("lmcache", argv, devices.server_env(device, spec.env))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 from leyline_lmcache.stack.errors import StackError
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 DEVICES = ("auto", "cpu", "cuda")
+L2S = ("resp", "leyline", "none")
 ROLES = ("redis", "lmcache", "sglang")
 
 
@@ -38,7 +40,10 @@ class StackSpec:
         metrics: let SGLang serve Prometheus metrics at ``/metrics``.
         leyline: settings of the plugin, as they stand in its YAML file.
         sglang_args, lmcache_args: further arguments, as they are.
-        l2_adapter: LMCache's L2 as the JSON object of ``--l2-adapter``; None: its own Redis adapter.
+        l2: what carries KV to Redis: LMCache's adapter (``resp``), ours (``leyline``), or nothing (``none``).
+        l2_options: further keys of the adapter's configuration.
+        server_module: load Leyline's module into ``lmcache server``.
+        server_options: the module's configuration.
         env: further environment variables of SGLang and ``lmcache server``.
         start_timeout_s: for SGLang to become ready.
     """
@@ -47,7 +52,7 @@ class StackSpec:
     plugin: bool = True
     lmcache: bool = True
     redis: bool = True
-    redis_url: str | None = None
+    redis_url: str | None = field(default=None, repr=False)
     dtype: str = "float32"
     device: str = "auto"
     page_size: int = 1
@@ -67,13 +72,17 @@ class StackSpec:
     leyline: Mapping[str, Any] = field(default_factory=dict)
     sglang_args: tuple[str, ...] = ()
     lmcache_args: tuple[str, ...] = ()
-    l2_adapter: Mapping[str, Any] | None = None
+    l2: str = "resp"
+    l2_options: Mapping[str, Any] = field(default_factory=dict)
+    server_module: bool = False
+    server_options: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float = 240.0
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("device", self.device, DEVICES)
+        _one_of("l2", self.l2, L2S)
         sizes = ("page_size", "chunk_size", "context_length", "max_total_tokens")
         for name in (*sizes, "l1_size_gb", "mq_timeout_s", "start_timeout_s"):
             if getattr(self, name) <= 0:
@@ -98,18 +107,28 @@ class StackSpec:
     @property
     def roles(self) -> tuple[str, ...]:
         """The servers to start, in the order in which they depend on each other."""
-        redis = self.lmcache and self.redis and self.redis_url is None
+        redis = self.lmcache and self.redis and self.redis_url is None and self.l2 != "none"
         wanted = {"redis": redis, "lmcache": self.lmcache, "sglang": True}
         return tuple(role for role in ROLES if wanted[role])
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data."""
         plain = asdict(self)
-        plain["leyline"], plain["env"] = dict(self.leyline), dict(self.env)
+        if self.redis_url is not None:
+            plain["redis_url"] = without_password(self.redis_url)
         defaults = type(self)()
         return {
             f.name: plain[f.name] for f in fields(self) if getattr(self, f.name) != getattr(defaults, f.name)
         }
+
+
+def without_password(url: str) -> str:
+    """`url` as it may be shown."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return parts._replace(netloc=f"{parts.username or ''}:***@{host}").geturl()
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -21,7 +21,7 @@ from leyline_lmcache.stack.errors import StackError
 from leyline_lmcache.stack.paths import ensure_dir
 from leyline_lmcache.stack.ports import PortLease
 from leyline_lmcache.stack.process import Command, ServerProcess, log_tail
-from leyline_lmcache.stack.spec import ROLES, StackSpec
+from leyline_lmcache.stack.spec import ROLES, StackSpec, without_password
 
 _SMALL_SERVER_TIMEOUT_S = 60.0
 _REPORT_EVERY_S = 0.5
@@ -303,7 +303,7 @@ class Stack:
         """The Redis behind ``lmcache server``; None if there is none."""
         if "redis" in self._ports:
             return f"redis://127.0.0.1:{self._ports['redis']}"
-        return self.spec.redis_url if self.spec.lmcache else None
+        return self.spec.redis_url if self.spec.lmcache and self.spec.l2 != "none" else None
 
     @property
     def journal_dir(self) -> Path:
@@ -331,5 +331,5 @@ class Stack:
             host, port = self.lmcache_address
             found["lmcache"] = {"host": host, "port": port, "url": self.lmcache_url}
         if self.redis_url is not None:
-            found["redis"] = {"url": self.redis_url}
+            found["redis"] = {"url": without_password(self.redis_url)}
         return found

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from leyline_lmcache.stack import StackError, StackSpec
+from leyline_lmcache.stack.lmcache import l2_adapter
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,7 @@ from leyline_lmcache.stack import StackError, StackSpec
         ({"sglang_port": 4000, "redis_port": 4000}, "redis_port"),
         ({"page_size": 48, "chunk_size": 256}, "chunk_size"),
         ({"redis_url": "localhost:6379"}, "redis_url"),
+        ({"l2": "disk"}, "l2"),
     ],
 )
 def test_wrong_fields_are_named(fields: dict[str, Any], named: str) -> None:
@@ -34,6 +36,7 @@ def test_wrong_fields_are_named(fields: dict[str, Any], named: str) -> None:
         ({}, ("redis", "lmcache", "sglang")),
         ({"redis": False}, ("lmcache", "sglang")),
         ({"redis_url": "redis://127.0.0.1:6379"}, ("lmcache", "sglang")),
+        ({"l2": "none"}, ("lmcache", "sglang")),
         ({"lmcache": False}, ("sglang",)),
     ],
 )
@@ -44,3 +47,12 @@ def test_only_the_servers_that_are_needed(fields: dict[str, Any], roles: tuple[s
 def test_a_record_holds_what_differs_from_the_defaults() -> None:
     spec = StackSpec(model="gqa", leyline={"min_reuse": 1})
     assert spec.to_json() == {"model": "gqa", "leyline": {"min_reuse": 1}}
+
+
+def test_passwords_reach_lmcache_but_no_record() -> None:
+    spec = StackSpec(redis_url="redis://me:s%2Fcret@127.0.0.1:7000")
+    assert spec.to_json() == {"redis_url": "redis://me:***@127.0.0.1:7000"}
+    adapter = l2_adapter(spec, spec.redis_url)
+    assert adapter is not None
+    assert (adapter["username"], adapter["password"], adapter["port"]) == ("me", "s/cret", 7000)
+    assert "s%2Fcret" not in repr(spec)
