@@ -50,11 +50,6 @@ class FencedStore:
         """Keys that must go and are not known to be gone."""
         return frozenset(self._pending)
 
-    @property
-    def has_work(self) -> bool:
-        """True if `flush` has something to do now or later."""
-        return bool(self._pending or self._uncertain)
-
     def store(self, items: Sequence[KVItem], deadline: Deadline | None = None) -> list[Outcome]:
         """See `KVStore`."""
         with self.fence.storing(key for key, _ in items):
@@ -107,6 +102,8 @@ class FencedStore:
 
     def flush(self) -> int:
         """Carry out what is pending and due. The number still pending."""
+        if not self._pending and not self._uncertain:
+            return 0
         now = self._clock()
         with self._lock:
             for key, since in list(self._uncertain.items()):

@@ -41,11 +41,13 @@ class _State:
         plan: None once the request is on the exact path.
         report: None for requests without directives and for fills, which belong to another request's report.
         matched: when the plan was last found reachable (``time.perf_counter``).
+        lost: tokens at the view's end whose KV was gone, so that they are prefilled.
     """
 
     plan: RequestPlan | None = None
     report: EditReport | None = None
     matched: float | None = None
+    lost: int = 0
 
 
 class GpuTier:
@@ -177,15 +179,19 @@ class GpuTier:
         if goal < plan.goal:
             # The engine computes at least one token of a prompt itself.
             plan.view, plan.goal = plan.view.truncate(goal), goal
+        state: _State = getattr(req, _STATE)
         splice = None
         if held.length < goal:
             splice = self._splicer.splice(plan, keys, held, goal)
+            if splice.goal < goal:
+                state.lost += plan.kept(splice.goal, goal)
+                plan.view, plan.goal = plan.view.truncate(splice.goal), splice.goal
             self._reporter.spliced(req.rid, plan, splice, self._page_size)
-        state: _State = getattr(req, _STATE)
         state.matched = time.perf_counter()
         if state.report is not None:
+            state.report.reprefilled = state.lost
             self._account(req, plan, state.report, splice)
-        return splice is not None
+        return splice is not None and splice.tokens > 0
 
     def _account(self, req: Any, plan: RequestPlan, report: EditReport, splice: Splice | None) -> None:
         first = report.outcome is None
@@ -193,6 +199,7 @@ class GpuTier:
         report.applied(
             prefix=start,
             spliced=plan.kept(start, plan.target),
+            reach=plan.target,
             filled=sum(end - begin for begin, end in plan.fills),
             edits=plan.edits,
             lineage=plan.lineage.name,
@@ -204,12 +211,13 @@ class GpuTier:
             self._reporter.decided(req.rid, report)
         attach(req, report)
 
-    def _all_ranks(self, yes: bool) -> bool:
+    def _all_ranks(self, value: int) -> int:
+        """The smallest value of all tensor-parallel ranks."""
         if self._runtime.ranks == 1:
-            return yes
-        votes = torch.tensor([int(yes)], dtype=torch.int32)
+            return value
+        votes = torch.tensor([value], dtype=torch.int64)
         torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MIN, group=self._cache.tp_group)
-        return bool(votes.item())
+        return int(votes.item())
 
     # ------------------------------------------------------------------ records
 

@@ -41,8 +41,7 @@ logger = logging.getLogger(__name__)
 
 # Less than this for one connection is not worth waking another thread.
 _PART_BYTES = 1 << 20
-_TICK_S = 0.1
-_IDLE_TICK_S = 5.0
+_TICK_S = 0.25
 
 TaskId = int
 
@@ -149,7 +148,6 @@ class LeylineL2Adapter(L2AdapterInterface):
         self._lookup_lanes = Lanes("leyline-l2-lookup", options.lookup_connections)
         self._lanes = (self._store_lanes, self._load_lanes, self._lookup_lanes)
         self._closing = threading.Event()
-        self._work = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="leyline-l2-keeper", daemon=True)
         self._keeper.start()
         logger.info("leyline L2 adapter on %s", self.store.status()["where"])
@@ -326,7 +324,6 @@ class LeylineL2Adapter(L2AdapterInterface):
         if self._closing.is_set():
             return
         self._closing.set()
-        self._work.set()
         timeout = self.options.redis.socket_connect_timeout + 2 * self.options.redis.socket_timeout
         for lanes in self._lanes:
             lanes.close(0.0)
@@ -375,8 +372,6 @@ class LeylineL2Adapter(L2AdapterInterface):
             end([])
             return
         lanes.submit([part_of(part) for part in ranges])
-        if lanes.waiting:
-            self._work.set()
 
     def _publish(self, results: dict[TaskId, Any], task: TaskId, result: Any, event: Any) -> None:
         with self._lock:
@@ -387,14 +382,7 @@ class LeylineL2Adapter(L2AdapterInterface):
 
     def _keep(self) -> None:
         """End overdue parts, carry out pending deletions, age the ledger."""
-        while not self._closing.is_set():
-            busy = any(lanes.waiting for lanes in self._lanes) or self.store.has_work
-            self._work.wait(_TICK_S if busy else _IDLE_TICK_S)
-            self._work.clear()
-            if self._closing.is_set():
-                return
-            if busy:
-                self._closing.wait(_TICK_S)
+        while not self._closing.wait(_TICK_S):
             try:
                 for lanes in self._lanes:
                     lanes.expire()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from leyline_lmcache.view import BufferId, View
@@ -35,6 +35,8 @@ class BaseRecord:
 
     Attributes:
         response: id the client knows it by.
+        spans: start and fingerprint of each lineage along ``keys``, in order; empty for exact KV. What the
+            tags mean in every process.
         keys: tagged radix key, int64 ``[length]``; the path in the tree that holds (or held) its KV.
         view: its pieces, same length.
         buffer: the buffer that holds what this request itself computed.
@@ -47,6 +49,7 @@ class BaseRecord:
     view: View
     buffer: BufferId
     roundings: Roundings
+    spans: tuple[tuple[int, bytes], ...] = ()
 
     @property
     def length(self) -> int:
@@ -61,6 +64,19 @@ class BaseRecord:
         return f"BaseRecord({self.response!r}, {self.length} tokens, {len(self.view.pieces)} pieces)"
 
 
+@dataclass(frozen=True, slots=True)
+class BufferInfo:
+    """What a buffer's KV was computed from, enough to name its chunks in LMCache.
+
+    ``tokens``: plain ids from position 0. ``lineage``: fingerprint of the view it was computed in; empty for
+    exact KV.
+    """
+
+    id: BufferId
+    tokens: Tokens
+    lineage: bytes
+
+
 class RecordStore:
     """Base records by response id, bounded in number and in tokens; the least recently used goes first."""
 
@@ -70,6 +86,7 @@ class RecordStore:
         self._records: OrderedDict[str, BaseRecord] = OrderedDict()
         self._holders: dict[BufferId, OrderedDict[str, None]] = {}
         self._origins: dict[BufferId, str] = {}
+        self._infos: dict[BufferId, BufferInfo] = {}
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -80,14 +97,22 @@ class RecordStore:
         """Tokens over all records."""
         return self._tokens
 
-    def add(self, record: BaseRecord) -> None:
-        """Remember a record; one of the same response id is replaced."""
+    def add(self, record: BaseRecord, infos: Iterable[BufferInfo] = ()) -> None:
+        """Remember a record; one of the same response id is replaced.
+
+        ``infos``: of buffers in its view. They are kept as long as a record has pieces of them.
+        """
+        kept = {info.id: info for info in infos}
+        for buffer in record.view.buffers() & self._infos.keys():
+            kept.setdefault(buffer, self._infos[buffer])
         self._drop(record.response)
         self._records[record.response] = record
         self._tokens += record.length
         self._origins[record.buffer] = record.response
         for buffer in record.view.buffers():
             self._holders.setdefault(buffer, OrderedDict())[record.response] = None
+            if buffer in kept:
+                self._infos[buffer] = kept[buffer]
         while len(self._records) > 1 and (
             len(self._records) > self._max_records or self._tokens > self._max_tokens
         ):
@@ -111,10 +136,15 @@ class RecordStore:
             if record is not origin and record.namespace == namespace:
                 yield record
 
+    def info(self, buffer: BufferId) -> BufferInfo | None:
+        """What a buffer was computed from, while some record has pieces of it."""
+        return self._infos.get(buffer)
+
     def clear(self) -> None:
         self._records.clear()
         self._holders.clear()
         self._origins.clear()
+        self._infos.clear()
         self._tokens = 0
 
     def _drop(self, response: str) -> None:
@@ -129,3 +159,4 @@ class RecordStore:
             del holders[response]
             if not holders:
                 del self._holders[buffer]
+                self._infos.pop(buffer, None)

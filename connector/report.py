@@ -41,7 +41,9 @@ class EditReport:
         prefix: tokens before everything that was ever edited, on the ordinary path.
         spliced: tokens after that whose KV was kept.
         moved: of those, how many this request had to move; the rest lay in the tree already.
+        reach: position up to which the request was served from cached KV.
         filled: tokens prefilled for replacements (with their alignment slack).
+        reprefilled: tokens at the end that should have been kept, but whose KV was gone.
         in_place: slots were taken over instead of copied.
     """
 
@@ -52,7 +54,9 @@ class EditReport:
     prefix: int = 0
     spliced: int = 0
     moved: int = 0
+    reach: int = 0
     filled: int = 0
+    reprefilled: int = 0
     in_place: bool = False
     lineage: str | None = None
 
@@ -62,19 +66,16 @@ class EditReport:
 
     def refused(self, why: Fallback) -> EditReport:
         self.outcome, self.reason, self.detail = Outcome.FALLBACK, why.reason, why.detail
-        self.prefix = self.spliced = self.moved = self.filled = 0
+        self.prefix = self.spliced = self.moved = self.reach = self.filled = self.reprefilled = 0
         self.in_place = False
         return self
 
-    def applied(self, *, prefix: int, spliced: int, filled: int, edits: int, lineage: str) -> None:
+    def applied(
+        self, *, prefix: int, spliced: int, reach: int, filled: int, edits: int, lineage: str
+    ) -> None:
         self.outcome, self.reason, self.detail = Outcome.SPLICED, None, None
-        self.prefix, self.spliced, self.filled, self.edits, self.lineage = (
-            prefix,
-            spliced,
-            filled,
-            edits,
-            lineage,
-        )
+        self.prefix, self.spliced, self.reach, self.filled = prefix, spliced, reach, filled
+        self.edits, self.lineage = edits, lineage
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values only: the report crosses processes."""
@@ -142,6 +143,7 @@ class Reporter:
             )
         elif outcome is Outcome.SPLICED:
             self._tokens.labels("spliced").inc(report.spliced)
+            self._tokens.labels("reprefilled").inc(report.reprefilled)
 
     def spliced(self, rid: str, plan: RequestPlan, splice: Splice, page: int) -> None:
         """A splice was executed."""

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from leyline_lmcache.ranges import Range, subtract
-from leyline_lmcache.reasons import Fallback, FallbackReason
+from leyline_lmcache.ranges import Range, merge, subtract
 from leyline_lmcache.view import Piece, View
 
 from .records import BaseRecord, RecordStore
@@ -48,6 +47,16 @@ Resident = Callable[[BaseRecord], int]
 """Tokens of a record's path, from its start, that the tier holds now."""
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """``runs``: in view order. ``missing``: view ranges on no path that may be used. ``drifted``: some of those
+    are only on paths that were rotated too often."""
+
+    runs: list[Run]
+    missing: list[Range]
+    drifted: bool
+
+
 def find_sources(
     view: View,
     start: int,
@@ -56,61 +65,30 @@ def find_sources(
     store: RecordStore,
     resident: Resident,
     drift_limit: int,
-) -> list[Run]:
-    """Sources for every token of ``[start, end)``, in view order.
-
-    Raises:
-        Fallback: ``source_missing`` when a token is on no path, ``drift_limit`` when only keys that were
-            rotated too
-            often are left.
-    """
+) -> Found:
+    """Sources on the GPU for the tokens of ``[start, end)``. Holes are missing like anything else."""
     runs: list[Run] = []
-    for position, piece in view.between(start, end):
-        if piece.buffer is None:
-            raise Fallback(
-                FallbackReason.SOURCE_MISSING,
-                f"the replacement at [{position}, {position + piece.length}) is not in the cache",
-            )
-        runs += _piece_runs(position, piece, record, store, resident, drift_limit)
-    return runs
-
-
-def _piece_runs(
-    position: int,
-    piece: Piece,
-    record: BaseRecord,
-    store: RecordStore,
-    resident: Resident,
-    drift_limit: int,
-) -> list[Run]:
-    pending: list[Range] = [(position, position + piece.length)]
-    found: list[Run] = []
+    missing: list[Range] = []
     drifted = False
-    for candidate in _candidates(position, piece, record, store):
-        if candidate.roundings > drift_limit:
-            drifted = True
-            continue
-        held = min(candidate.length, resident(candidate.record) - candidate.source)
-        if held <= 0:
-            continue
-        left = subtract(pending, [(candidate.start, candidate.start + held)])
-        for a, b in subtract(pending, left):
-            found.append(
-                Run(a, b - a, candidate.record, candidate.source + a - candidate.start, candidate.roundings)
-            )
-        pending = left
-        if not pending:
-            return sorted(found, key=lambda run: run.start)
-    missing = sum(b - a for a, b in pending)
-    if drifted:
-        raise Fallback(
-            FallbackReason.DRIFT_LIMIT,
-            f"{missing} tokens were rotated {drift_limit} times and have no first copy left",
-        )
-    raise Fallback(
-        FallbackReason.SOURCE_MISSING,
-        f"{missing} of {piece.length} tokens at {position} are no longer in the cache",
-    )
+    for position, piece in view.between(start, end):
+        pending: list[Range] = [(position, position + piece.length)]
+        for candidate in _candidates(position, piece, record, store) if piece.buffer is not None else ():
+            if candidate.roundings > drift_limit:
+                drifted = True
+                continue
+            held = min(candidate.length, resident(candidate.record) - candidate.source)
+            if held <= 0:
+                continue
+            left = subtract(pending, [(candidate.start, candidate.start + held)])
+            for a, b in subtract(pending, left):
+                source = candidate.source + a - candidate.start
+                runs.append(Run(a, b - a, candidate.record, source, candidate.roundings))
+            pending = left
+            if not pending:
+                break
+        missing += pending
+    runs.sort(key=lambda run: run.start)
+    return Found(runs, merge(missing), drifted and bool(missing))
 
 
 def _candidates(position: int, piece: Piece, record: BaseRecord, store: RecordStore) -> Iterator[Run]:

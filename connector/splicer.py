@@ -1,31 +1,67 @@
-"""Moves KV inside SGLang's pool: from the paths that hold it to the edited one (DESIGN §6, *Splice*)."""
+"""Moves KV into the edited path: from paths in SGLang's pool, and from chunks in LMCache's L1 (DESIGN §6, §7)."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from leyline_lmcache.kernels.layout import KVLayout
 from leyline_lmcache.kernels.splice import splice_rows
+from leyline_lmcache.ranges import Range
 from leyline_lmcache.reasons import Fallback, FallbackReason
+from leyline_lmcache.view import View
 
 from .lineage import key_array
 from .plans import Kind, RequestPlan
 from .records import BaseRecord, Namespace, RecordStore
 from .settings import InPlace, Settings
 from .slots import Path, Slots
-from .sources import Run, find_sources
+from .sources import Found, Run, find_sources
 
-Agree = Callable[[bool], bool]
-"""Tells whether every tensor-parallel rank says yes; all ranks call it at the same points."""
+Agree = Callable[[int], int]
+"""The smallest value of all tensor-parallel ranks; all ranks call it at the same points."""
+
+
+class StoredRun(Protocol):
+    """``length`` tokens in a stored tier; ``source`` is their position in the buffer."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def source(self) -> int: ...
+    @property
+    def shift(self) -> int: ...
+
+
+class Load(Protocol):
+    """Whole chunks ``[first, last)`` to be retrieved at once for ``runs``."""
+
+    @property
+    def first(self) -> int: ...
+    @property
+    def last(self) -> int: ...
+    @property
+    def runs(self) -> Sequence[StoredRun]: ...
+
+
+class Stored(Protocol):
+    """What a stored tier holds ready for one request; see :class:`.stored.StoredChunks`."""
+
+    @property
+    def chunk_size(self) -> int: ...
+    def cover(self, view: View, missing: Sequence[Range]) -> tuple[list[Any], list[Range]]: ...
+    def loads(self, runs: Sequence[Any]) -> Sequence[Load]: ...
+    def retrieve(self, load: Any, slots: torch.Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +69,35 @@ class Splice:
     """What one splice did.
 
     Attributes:
-        runs: tokens moved, by source.
+        goal: how far the edited path reaches now.
+        runs: tokens moved inside the pool, by source.
+        loaded: tokens loaded from a stored tier.
         bytes: read and written by the kernel.
         in_place: slots of the old view were taken over.
         freed: tokens of the old view given back to the pool by that.
         micros: microseconds in the scheduler, all included.
     """
 
-    runs: tuple[Run, ...]
-    bytes: int
-    in_place: bool
-    freed: int
-    micros: float
+    goal: int
+    runs: tuple[Run, ...] = ()
+    loaded: tuple[StoredRun, ...] = ()
+    bytes: int = 0
+    in_place: bool = False
+    freed: int = 0
+    micros: float = 0.0
 
     @property
     def tokens(self) -> int:
-        return sum(run.length for run in self.runs)
+        return sum(run.length for run in self.runs) + sum(run.length for run in self.loaded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Where each token of ``[held, goal)`` comes from."""
+
+    goal: int
+    runs: list[Run]
+    stored: list[Any]
 
 
 class Splicer:
@@ -68,7 +117,7 @@ class Splicer:
         settings: Settings,
         *,
         stream: Any = None,
-        agree: Agree = bool,
+        agree: Agree = int,
     ) -> None:
         self._slots = slots
         self._layout = layout
@@ -77,72 +126,129 @@ class Splicer:
         self._stream = stream
         self._agree = agree
 
-    def splice(self, plan: RequestPlan, keys: array[int], held: Path, goal: int) -> Splice:
+    def missing(self, plan: RequestPlan, held: Path, goal: int) -> list[Range]:
+        """View ranges of ``[held.length, goal)`` that no path in the pool has."""
+        with _Paths(self._slots, plan.record.namespace) as paths:
+            return self._find(plan, held.length, goal, paths).missing
+
+    def splice(
+        self, plan: RequestPlan, keys: array[int], held: Path, goal: int, stored: Stored | None = None
+    ) -> Splice:
         """Make view positions ``[held.length, goal)`` resident under ``keys``.
 
+        KV that is missing at the view's end shortens what is kept; anywhere else the plan is refused.
+
         Raises:
-            Fallback: ``source_missing``, ``drift_limit`` or ``no_memory``; nothing was changed then.
+            Fallback: ``source_missing``, ``drift_limit``, ``no_memory`` or ``tier_error``; nothing was changed.
         """
         started = time.perf_counter()
         namespace = plan.record.namespace
-        count = goal - held.length
-        freed = 0
         with ExitStack() as locks:
             locks.enter_context(self._slots.locked(held))
             paths = locks.enter_context(_Paths(self._slots, namespace))
-            runs = self._sources(plan, held.length, goal, paths)
-            target = None
-            if self._wants_takeover(count) and self._can_take(plan, runs, goal, count):
-                source_end = runs[-1].source + runs[-1].length
-                cut = plan.first_change // self._slots.page_size * self._slots.page_size
-                with paths.released(plan.record) as record_keys:
-                    taken = self._slots.take_tail(record_keys, namespace, cut, runs[0].source, source_end)
-                if taken is not None:
-                    target, freed = taken.kept, taken.freed
+            sources = self._sources(plan, held.length, goal, paths, stored)
+            count = sources.goal - held.length
+            if count == 0:
+                return Splice(sources.goal)
+            target, freed = self._take_over(plan, sources, count, paths)
             in_place = target is not None
             if target is None:
-                source = torch.cat([paths.slots(run.record)[run.source :][: run.length] for run in runs])
                 target = self._slots.allocate(count)
-            else:
-                source = target
+            staging: list[torch.Tensor] = []
             try:
-                moved = self._move(source, target, runs)
+                source = self._gather(sources, held.length, target, in_place, paths, stored, staging)
+                moved = self._move(source, target, sources, held.length)
                 before = self._slots.indices(held, namespace)
             except BaseException:
                 self._slots.free(target)
                 raise
-            self._slots.insert(keys[:goal], namespace, torch.cat([before, target]), held.length)
-        for run in runs:
-            plan.lineage.roundings.write(run.start, run.start + run.length, run.roundings)
-        return Splice(tuple(runs), moved, in_place, freed, (time.perf_counter() - started) * 1e6)
+            finally:
+                # Whoever gets these slots next writes them behind the kernel, on the same stream.
+                for each in staging:
+                    self._slots.free(each)
+            self._slots.insert(keys[: sources.goal], namespace, torch.cat([before, target]), held.length)
+        roundings = plan.lineage.roundings
+        for run in sources.runs:
+            roundings.write(run.start, run.start + run.length, run.roundings)
+        for load in sources.stored:
+            roundings.write(load.start, load.start + load.length, int(load.shift != 0))
+        micros = (time.perf_counter() - started) * 1e6
+        return Splice(
+            sources.goal, tuple(sources.runs), tuple(sources.stored), moved, in_place, freed, micros
+        )
 
-    def _sources(self, plan: RequestPlan, start: int, end: int, paths: _Paths) -> list[Run]:
-        """Sources, if every rank has them: ranks splice alike or not at all."""
+    # ------------------------------------------------------------------ sources
+
+    def _find(self, plan: RequestPlan, start: int, end: int, paths: _Paths) -> Found:
+        limit = self._settings.drift_limit
+        return find_sources(plan.view, start, end, plan.record, self._records, paths.resident, limit)
+
+    def _sources(
+        self, plan: RequestPlan, start: int, goal: int, paths: _Paths, stored: Stored | None
+    ) -> _Sources:
+        """Sources, as far as every rank has them: ranks splice alike or not at all."""
+        found = self._find(plan, start, goal, paths)
+        missing, loads = found.missing, []
+        if stored is not None and missing:
+            loads, missing = stored.cover(plan.view, missing)
         why: Fallback | None = None
-        runs: list[Run] = []
+        reach = 0
         try:
-            runs = find_sources(
-                plan.view, start, end, plan.record, self._records, paths.resident, self._settings.drift_limit
+            reach = self._reach(plan, start, goal, missing, found.drifted)
+        except Fallback as lacking:
+            why = lacking
+        agreed = self._agree(reach)
+        if not agreed:
+            raise why or Fallback(
+                FallbackReason.SOURCE_MISSING, "another tensor-parallel rank lacks the source"
             )
-        except Fallback as missing:
-            why = missing
-        if not self._agree(why is None) and why is None:
-            why = Fallback(FallbackReason.SOURCE_MISSING, "another tensor-parallel rank lacks the source")
-        if why is not None:
-            raise why
-        return runs
+        return _Sources(agreed, _clipped(found.runs, agreed), _clipped(loads, agreed))
 
-    def _wants_takeover(self, count: int) -> bool:
-        wish = self._settings.inplace
-        return wish is InPlace.ALWAYS or (wish is InPlace.AUTO and self._slots.available() < count)
-
-    def _can_take(self, plan: RequestPlan, runs: list[Run], goal: int, count: int) -> bool:
-        """Only the last part of the base's own path can be taken over, and only in one run of whole pages."""
+    def _reach(self, plan: RequestPlan, start: int, goal: int, missing: list[Range], drifted: bool) -> int:
+        """How far the view can be made resident. Raises ``Fallback`` when that is not worth it."""
+        if not missing:
+            return goal
         page = self._slots.page_size
+        reach = max(start, missing[0][0] // page * page)
+        lost = sum(end - begin for begin, end in missing)
+        enough = plan.kind is Kind.MAIN and reach >= max((end for _, end in plan.fills), default=0)
+        if enough and plan.kept(min(plan.exact, reach), reach) >= self._settings.min_reuse:
+            return reach
+        if drifted:
+            raise Fallback(
+                FallbackReason.DRIFT_LIMIT,
+                f"{lost} tokens were rotated {self._settings.drift_limit} times and have no first copy left",
+            )
+        raise Fallback(
+            FallbackReason.SOURCE_MISSING,
+            f"{lost} of {goal - start} tokens from position {missing[0][0]} on are no longer in the cache",
+        )
+
+    # ------------------------------------------------------------------ slots
+
+    def _take_over(
+        self, plan: RequestPlan, sources: _Sources, count: int, paths: _Paths
+    ) -> tuple[torch.Tensor | None, int]:
+        """The old view's slots, if that is wished for and nothing else uses them; and how many were freed."""
+        wish = self._settings.inplace
+        wanted = wish is InPlace.ALWAYS or (wish is InPlace.AUTO and self._slots.available() < count)
+        if not wanted or not self._can_take(plan, sources, count):
+            return None, 0
+        runs = sources.runs
+        cut = plan.first_change // self._slots.page_size * self._slots.page_size
+        with paths.released(plan.record) as keys:
+            taken = self._slots.take_tail(
+                keys, plan.record.namespace, cut, runs[0].source, runs[-1].source + runs[-1].length
+            )
+        return (taken.kept, taken.freed) if taken is not None else (None, 0)
+
+    def _can_take(self, plan: RequestPlan, sources: _Sources, count: int) -> bool:
+        """Only the last part of the base's own path, and only in one run of whole pages."""
+        page, runs = self._slots.page_size, sources.runs
         return (
             plan.kind is Kind.MAIN
             and plan.edits > 0
-            and goal == plan.target
+            and not sources.stored
             and all(run.record is plan.record for run in runs)
             and all(a.source + a.length == b.source for a, b in pairwise(runs))
             and min(runs[0].start, runs[0].source) >= plan.first_change
@@ -150,21 +256,71 @@ class Splicer:
             and count % page == 0
         )
 
-    def _move(self, source: torch.Tensor, target: torch.Tensor, runs: list[Run]) -> int:
+    def _gather(
+        self,
+        sources: _Sources,
+        start: int,
+        target: torch.Tensor,
+        in_place: bool,
+        paths: _Paths,
+        stored: Stored | None,
+        staging: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Slots to read for each slot of ``target``; loads what comes from a stored tier on the way."""
+        if in_place:
+            return target
+        source = target.clone()
+        for run in sources.runs:
+            slots = paths.slots(run.record)[run.source :][: run.length]
+            source[run.start - start :][: run.length] = slots
+        if stored is None or not sources.stored:
+            return source
+        for load in stored.loads(sources.stored):
+            size = stored.chunk_size
+            count = (load.last - load.first) * size
+            if self._slots.page_size == 1:
+                # Straight to where they belong; what else the chunks hold goes to the pool's sink.
+                chunks = torch.zeros(count, dtype=torch.int64, device=target.device)
+                for run in load.runs:
+                    chunks[run.source - load.first * size :][: run.length] = target[run.start - start :][
+                        : run.length
+                    ]
+            else:
+                chunks = self._slots.allocate(count)
+                staging.append(chunks)
+                for run in load.runs:
+                    source[run.start - start :][: run.length] = chunks[run.source - load.first * size :][
+                        : run.length
+                    ]
+            stored.retrieve(load, chunks)
+        return source
+
+    def _move(self, source: torch.Tensor, target: torch.Tensor, sources: _Sources, start: int) -> int:
         """Run the kernel behind every forward already queued; returns the bytes it moved."""
-        lengths = np.array([run.length for run in runs])
-        shifts = torch.from_numpy(np.repeat(np.array([run.shift for run in runs], dtype=np.int32), lengths))
+        shifts = np.zeros(len(target), dtype=np.int32)
+        for run in [*sources.runs, *sources.stored]:
+            shifts[run.start - start :][: run.length] = run.shift
+        turns = torch.from_numpy(shifts)
         if self._layout.device.type != "cuda":
-            return splice_rows(self._layout, source, target, shifts).bytes_moved
+            return splice_rows(self._layout, source, target, turns).bytes_moved
         current = torch.cuda.current_stream()
         stream = self._stream or current
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             # The slots come from the tree; checking them again would wait for the device.
-            moved = splice_rows(self._layout, source, target, shifts, validate=False).bytes_moved
+            moved = splice_rows(self._layout, source, target, turns, validate=False).bytes_moved
         for tensor in (source, target):
             tensor.record_stream(stream)
         return moved
+
+
+def _clipped(runs: Sequence[Any], end: int) -> list[Any]:
+    """The part of runs before ``end``."""
+    return [
+        run if run.start + run.length <= end else replace(run, length=end - run.start)
+        for run in runs
+        if run.start < end
+    ]
 
 
 class _Paths:

@@ -26,11 +26,13 @@ def spliced(
     prompt: int,
     page: int,
     least: int,
+    reach: int | None = None,
 ) -> Sems:
     """KV after an applied edit: kept tokens keep what they had, everything else attends to the edited view.
 
     Kept is what the base had whole pages of, except in the pages of a replacement, up to where the prompt
-    departs from the edited base, in whole pages, and never the prompt's last token.
+    departs from the edited base, in whole pages, and never the prompt's last token. ``reach``: an earlier end,
+    because KV was gone.
     """
     origin: list[int | None] = []
     edited: list[int] = []
@@ -59,6 +61,9 @@ def spliced(
     while fills and fills[-1][1] + least > end:
         end = min(end, fills.pop()[0])
     end = min(end, (prompt - 1) // page * page)
+    if reach is not None:
+        assert reach <= end
+        end = reach
     sems: Sems = []
     for i, token in enumerate(tokens):
         source = origin[i] if i < end else None

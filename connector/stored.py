@@ -1,0 +1,372 @@
+"""The CPU and Redis tiers, seen from the engine: know a base, bring its chunks to L1, load them.
+
+Works over the connection SGLang's LMCache connector already has. The scheduler submits and polls; it waits for
+another process only while LMCache copies. Upstream: ``lmcache/integration/sglang/unified_lmcache_mp_connector.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLookupOperation
+from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
+
+from leyline_lmcache.ranges import Range, merge, subtract
+from leyline_lmcache.reasons import Fallback, FallbackReason
+from leyline_lmcache.view import Piece, View
+
+from . import wire
+from .lineage import LineageTable, Roundings, Tokens, tagged
+from .records import BaseRecord, BufferInfo, Namespace, RecordStore
+
+log = logging.getLogger(__name__)
+
+_LONGEST_SALT = 90
+_MAX_PUBLISHING = 64
+
+M = TypeVar("M", bound=wire.Message)
+
+
+@dataclass(slots=True)
+class _Held:
+    """Chunks of one buffer that are in L1 and locked for us."""
+
+    info: BufferInfo
+    salt: str
+    chunks: set[int]
+    retrieved: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """``length`` tokens to be loaded from L1. ``source``: position in the buffer: where it was computed."""
+
+    start: int
+    length: int
+    source: int
+    held: int
+
+    @property
+    def shift(self) -> int:
+        return self.start - self.source
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Chunks ``[first, last)`` of one buffer, to be loaded at once for all runs that lie in them.
+
+    At once, because a chunk's lock is gone with its first retrieval.
+    """
+
+    held: int
+    first: int
+    last: int
+    runs: tuple[StoredRun, ...]
+
+
+@dataclass(slots=True)
+class StoredChunks:
+    """What a finished fetch holds for one request."""
+
+    tier: StoredTier
+    job: str
+    held: list[_Held]
+
+    @property
+    def chunk_size(self) -> int:
+        return self.tier.chunk_size
+
+    def cover(self, view: View, missing: Sequence[Range]) -> tuple[list[StoredRun], list[Range]]:
+        """Runs for as much of ``missing`` as is in L1, and what is still missing; both in order."""
+        size = self.tier.chunk_size
+        runs: list[StoredRun] = []
+        for start, end in missing:
+            for position, piece in view.between(start, end):
+                for index, held in enumerate(self.held):
+                    if held.info.id != piece.buffer:
+                        continue
+                    for low, high in merge((c * size, (c + 1) * size) for c in held.chunks):
+                        low, high = max(low, piece.src_start), min(high, piece.src_end)
+                        if low < high:
+                            runs.append(StoredRun(position + low - piece.src_start, high - low, low, index))
+        runs.sort(key=lambda run: run.start)
+        covered = merge((run.start, run.start + run.length) for run in runs)
+        return runs, subtract(merge(missing), covered)
+
+    def loads(self, runs: Sequence[StoredRun]) -> list[Load]:
+        """Group runs by the chunks they share."""
+        size = self.tier.chunk_size
+        out: list[Load] = []
+        for run in sorted(runs, key=lambda run: (run.held, run.source)):
+            first, last = run.source // size, -(-(run.source + run.length) // size)
+            if out and out[-1].held == run.held and first < out[-1].last:
+                before = out.pop()
+                first, last, joined = before.first, max(before.last, last), (*before.runs, run)
+                out.append(Load(run.held, first, last, joined))
+            else:
+                out.append(Load(run.held, first, last, (run,)))
+        return out
+
+    def retrieve(self, load: Load, slots: torch.Tensor) -> None:
+        """Write whole chunks into ``slots``, int64 ``[(last - first) * chunk_size]``, in whole pages; page 0 is
+        the pool's sink. Raises ``Fallback`` (``tier_error``)."""
+        held, size = self.held[load.held], self.tier.chunk_size
+        held.retrieved.update(range(load.first, load.last))
+        self.tier.retrieve(held.info, held.salt, load.first * size, load.last * size, slots)
+
+    def release(self) -> None:
+        """Give back the locks of what was not retrieved."""
+        kept = tuple(tuple(sorted(held.retrieved)) for held in self.held)
+        self.tier.send(wire.RELEASE, wire.Job(job=self.job, keep=kept))
+
+
+class StoredTier:
+    """One engine's way to its ``lmcache server``.
+
+    Args:
+        connector: SGLang's ``UnifiedLMCacheMPConnector``.
+        model: identity of the model, for records.
+        timeout_s: longest a request waits for the tier.
+    """
+
+    def __init__(self, connector: Any, model: str, timeout_s: float) -> None:
+        self._connector = connector
+        self.model = model
+        self.timeout_s = timeout_s
+        self.chunk_size = int(connector.chunk_size)
+        self._publishing: list[Any] = []
+        self._count = 0
+        self.unpublished = 0
+
+    def hello(self, timeout_s: float) -> wire.Welcome:
+        """Is the server module there, and of this release? Raises ``OSError`` or ``WireError``."""
+        message = wire.Hello(instance=self._connector.instance_id, version=version("leyline-lmcache"))
+        return self.answer(self.call(wire.HELLO, message), wire.Welcome, timeout_s)
+
+    # ------------------------------------------------------------------ calls
+
+    def call(self, method: str, message: wire.Message) -> Any:
+        """Submit an RPC; returns a future to poll with ``query()``."""
+        request = ServerModuleCallRequest(method=method, payload=wire.encode(message))
+        return self._connector._req_client.server_module_call(request)
+
+    def answer(self, future: Any, kind: type[M], timeout_s: float = 0) -> M:
+        """The answer of a finished RPC. Raises ``OSError`` when it failed, ``WireError`` when it is not ours."""
+        try:
+            response = future.result(timeout=timeout_s)
+        except Exception as error:
+            raise OSError(f"lmcache server: {type(error).__name__}") from error
+        if not response.success:
+            raise OSError(f"lmcache server: {response.error}")
+        return wire.decode(response.payload, kind)
+
+    def send(self, method: str, message: wire.Message) -> None:
+        """Fire and forget, bounded."""
+        self._publishing = [future for future in self._publishing if not future.query()]
+        if len(self._publishing) >= _MAX_PUBLISHING and method == wire.PUBLISH:
+            self.unpublished += 1
+            return
+        try:
+            self._publishing.append(self.call(method, message))
+        except Exception:
+            log.warning("%s could not be sent to lmcache server", method, exc_info=True)
+
+    # ------------------------------------------------------------------ names
+
+    def salt(self, namespace: Namespace, lineage: bytes) -> str:
+        """LMCache's cache salt for KV of a lineage; exact KV has SGLang's own."""
+        plain: str = self._connector.build_cache_salt(namespace.cache_salt, namespace.extra_key)
+        if not lineage:
+            return plain
+        if len(plain) > _LONGEST_SALT:
+            plain = hashlib.sha256(plain.encode()).hexdigest()
+        return f"{plain}~{lineage.hex()}"
+
+    # ------------------------------------------------------------------ data
+
+    def retrieve(self, info: BufferInfo, salt: str, start: int, end: int, slots: torch.Tensor) -> None:
+        """Load chunks ``[start, end)`` of a buffer (locked before) into ``slots``. Raises ``Fallback``."""
+        connector = self._connector
+        self._count += 1
+        # Never an id twice: LMCache caches hashes by request id and would return another buffer's KV.
+        request = f"leyline-{connector.instance_id}-{self._count}"
+        tokens = info.tokens[:end].tolist()
+        operation = LMCacheLookupOperation(request, tokens, 0, salt)
+        try:
+            key = connector._create_key(operation, start=start, end=end, worker_id=connector.kv_worker_id)
+            groups = connector._block_ids_for_transfer(slots, allow_dummy_page=True)
+            context = connector._transfer_ctx
+            event = context.create_recorded_event()
+            future = context.submit_retrieve(
+                request, key, connector._kv_caches, groups, event, connector.blocks_in_chunk
+            )
+            if event is not None:
+                future.retain_reference(event)
+            done = bool(future.result(timeout=self.timeout_s))
+            connector._track_control_future(connector._req_client.end_session(request))
+        except Exception as error:
+            raise Fallback(FallbackReason.TIER_ERROR, f"load from lmcache: {type(error).__name__}") from error
+        if not done:
+            raise Fallback(FallbackReason.TIER_ERROR, "load from lmcache: a chunk was gone")
+
+    # ------------------------------------------------------------------ records
+
+    def publish(self, record: BaseRecord, info: BufferInfo) -> None:
+        """Tell other nodes, and our own next life, about a finished request."""
+        self.send(wire.PUBLISH, wire.Publish(record=to_message(record, self.model), buffer=_buffer(info)))
+
+
+class Flow:
+    """One request's way to the stored tiers, advanced by polling: know the base, then have its chunks.
+
+    Args:
+        base: id of the response, when its record is not known here.
+    """
+
+    def __init__(self, tier: StoredTier, base: str | None, namespace: Namespace) -> None:
+        self._tier = tier
+        self._namespace = namespace
+        self._deadline = time.monotonic() + tier.timeout_s
+        self._future: Any = None
+        self._job: str | None = None
+        self._held: list[_Held] = []
+        self._submitted = False
+        if base is not None:
+            message = wire.Resolve(response=base, namespace=digest(namespace), model=tier.model)
+            self._future = tier.call(wire.RESOLVE, message)
+
+    @property
+    def resolving(self) -> bool:
+        return self._future is not None and self._job is None
+
+    def resolved(self) -> wire.Resolved | None:
+        """The base's record, once the answer is there. Raises ``Fallback``."""
+        if not self._ready():
+            return None
+        future, self._future = self._future, None
+        return self._answer(future, wire.Resolved)
+
+    def fetch(self, parts: Sequence[tuple[BufferInfo, Sequence[Range]]]) -> None:
+        """Ask for chunks, by index ranges."""
+        self._job = uuid.uuid4().hex
+        message_parts = []
+        for info, chunks in parts:
+            salt = self._tier.salt(self._namespace, info.lineage)
+            self._held.append(_Held(info, salt, set()))
+            last = max(end for _, end in chunks) * self._tier.chunk_size
+            tokens = info.tokens[:last].astype("<i4").tobytes()
+            message_parts.append(wire.Part(tokens=tokens, salt=salt, chunks=tuple(chunks)))
+        connector = self._tier._connector
+        message = wire.Fetch(
+            job=self._job,
+            model=connector.model_name,
+            world_size=connector.kv_world_size,
+            readers=connector.num_kv_readers,
+            ttl_s=self._tier.timeout_s * 4,
+            parts=tuple(message_parts),
+        )
+        self._future = self._tier.call(wire.FETCH, message)
+        self._submitted = False
+
+    def fetched(self) -> StoredChunks | None:
+        """What was brought to L1, once it is known. Raises ``Fallback``."""
+        assert self._job is not None
+        if not self._ready():
+            return None
+        future, self._future = self._future, None
+        if not self._submitted:
+            self._answer(future, wire.Done)
+            self._submitted = True
+        else:
+            answer = self._answer(future, wire.Fetched)
+            if answer.done:
+                for held, hits in zip(self._held, answer.hits, strict=True):
+                    held.chunks = set(hits)
+                return StoredChunks(self._tier, self._job, self._held)
+        self._future = self._tier.call(wire.POLL, wire.Job(job=self._job))
+        return None
+
+    def cancel(self) -> None:
+        """Give everything back."""
+        if self._job is not None:
+            self._tier.send(wire.RELEASE, wire.Job(job=self._job))
+
+    def _ready(self) -> bool:
+        if self._future.query():
+            return True
+        if time.monotonic() > self._deadline:
+            raise Fallback(
+                FallbackReason.TIER_TIMEOUT, f"lmcache did not answer within {self._tier.timeout_s} s"
+            )
+        return False
+
+    def _answer(self, future: Any, kind: type[M]) -> M:
+        try:
+            return self._tier.answer(future, kind)
+        except (OSError, wire.WireError) as error:
+            raise Fallback(FallbackReason.TIER_ERROR, str(error)) from error
+
+
+# ---------------------------------------------------------------------- records as messages
+
+
+def digest(namespace: Namespace) -> str:
+    """Names a namespace without telling its salt."""
+    return hashlib.blake2b(namespace.salt.encode(), digest_size=16, person=b"leyline.tenant").hexdigest()
+
+
+def to_message(record: BaseRecord, model: str) -> wire.RecordMessage:
+    view = tuple(
+        wire.PieceMessage(buffer=piece.buffer or "", src_start=piece.src_start, length=piece.length)
+        for piece in record.view.pieces
+    )
+    return wire.RecordMessage(
+        response=record.response,
+        namespace=digest(record.namespace),
+        model=model,
+        buffer=record.buffer,
+        view=view,
+        spans=record.spans,
+    )
+
+
+def _buffer(info: BufferInfo) -> wire.BufferMessage:
+    return wire.BufferMessage(id=info.id, tokens=info.tokens.astype("<i4").tobytes(), lineage=info.lineage)
+
+
+def remember(
+    answer: wire.Resolved, namespace: Namespace, records: RecordStore, lineages: LineageTable
+) -> BaseRecord | None:
+    """Add a record that another node (or this one, before it restarted) published. Raises ``WireError``."""
+    message = answer.record
+    if message is None:
+        return None
+    infos = {
+        each.id: BufferInfo(each.id, np.frombuffer(each.tokens, "<i4").astype(np.int64), each.lineage)
+        for each in answer.buffers
+    }
+    own = infos.get(message.buffer)
+    if own is None or message.namespace != digest(namespace):
+        return None
+    view = View(tuple(Piece(piece.buffer, piece.src_start, piece.length) for piece in message.view))
+    if view.length != len(own.tokens):
+        raise wire.WireError(
+            f"record.view: covers {view.length} tokens, its buffer was computed from {len(own.tokens)}"
+        )
+    keys: Tokens = own.tokens.copy()
+    for start, fingerprint in message.spans:
+        keys[start:] = tagged(own.tokens[start:], lineages.of(fingerprint).tag)
+    record = BaseRecord(
+        message.response, namespace, keys, view, message.buffer, Roundings(), tuple(message.spans)
+    )
+    records.add(record, infos.values())
+    return record

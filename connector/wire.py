@@ -1,0 +1,165 @@
+"""Messages between the engine and the LMCache server module: msgpack, versioned, strict.
+
+They travel as the opaque payload of LMCache's ``server_module_call``. A message of another version, with
+an unknown field or a wrong type, is refused with the path of the field.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+WIRE_VERSION = 1
+
+HELLO = "leyline.hello"
+FETCH = "leyline.fetch"
+POLL = "leyline.poll"
+RELEASE = "leyline.release"
+PUBLISH = "leyline.publish"
+RESOLVE = "leyline.resolve"
+STATS = "leyline.stats"
+
+
+class WireError(ValueError):
+    """A payload that is not the expected message; names the field."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+    v: int = WIRE_VERSION
+
+
+class Hello(Message):
+    """The engine says who it is. ``instance``: its LMCache instance id. ``version``: of this package."""
+
+    instance: int
+    version: str
+
+
+class Welcome(Message):
+    """``boot`` changes when the server restarts; ``registered``: it knows the instance's KV layout."""
+
+    boot: str
+    registered: bool
+    chunk_size: int
+    version: str
+    shared: bool
+    """Whether records are shared with other nodes (Redis), not only kept in this process."""
+
+
+class Part(Message):
+    """Chunks of one buffer. ``tokens``: int32 little-endian, from position 0. ``chunks``: half-open index
+    ranges."""
+
+    tokens: bytes
+    salt: str
+    chunks: tuple[tuple[int, int], ...]
+
+
+class Fetch(Message):
+    """Bring chunks into L1 and lock them until they are retrieved or released, at most ``ttl_s`` seconds."""
+
+    job: str
+    model: str
+    world_size: int
+    readers: int
+    ttl_s: float
+    parts: tuple[Part, ...]
+
+
+class Job(Message):
+    """Names a fetch. For RELEASE, ``keep``: per part, chunks that were retrieved and hold no lock now."""
+
+    job: str
+    keep: tuple[tuple[int, ...], ...] = ()
+
+
+class Fetched(Message):
+    """State of a fetch. ``hits``: per part, indexes of the chunks that are in L1 and locked."""
+
+    done: bool
+    hits: tuple[tuple[int, ...], ...] = ()
+
+
+class PieceMessage(Message):
+    """A piece of a view."""
+
+    buffer: str
+    src_start: int
+    length: int
+
+
+class BufferMessage(Message):
+    """What a buffer's KV was computed from. ``lineage``: fingerprint of the view, empty for exact KV."""
+
+    id: str
+    tokens: bytes
+    lineage: bytes
+
+
+class RecordMessage(Message):
+    """A base record. ``namespace``: digest of tenant and adapter. ``spans``: start and lineage of each tagged
+    run."""
+
+    response: str
+    namespace: str
+    model: str
+    buffer: str
+    view: tuple[PieceMessage, ...]
+    spans: tuple[tuple[int, bytes], ...]
+
+
+class Publish(Message):
+    """Make a record, and the buffer it computed, known to every node."""
+
+    record: RecordMessage
+    buffer: BufferMessage
+
+
+class Resolve(Message):
+    """Ask for a record and for the buffers of its view."""
+
+    response: str
+    namespace: str
+    model: str
+
+
+class Resolved(Message):
+    """``record`` is None when it is not known; ``buffers`` are those that are."""
+
+    record: RecordMessage | None
+    buffers: tuple[BufferMessage, ...] = ()
+
+
+class Done(Message):
+    """Nothing to say."""
+
+
+class Stats(Message):
+    """Counters of the server module."""
+
+    counters: dict[str, int]
+
+
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: Message) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode(payload: bytes, kind: type[M]) -> M:
+    """Raises :class:`WireError`."""
+    try:
+        head: Any = msgspec.msgpack.decode(payload)
+        version = head.get("v") if isinstance(head, dict) else None
+        if version != WIRE_VERSION:
+            raise WireError(
+                f"v: this side speaks version {WIRE_VERSION}, the other sent {version!r}; "
+                "install the same release of leyline-lmcache on engine and server"
+            )
+        return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.DecodeError as error:
+        raise WireError(f"{kind.__name__}: {error}") from None
