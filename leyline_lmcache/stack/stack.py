@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,6 +74,9 @@ class Stack:
         self._ports: Mapping[str, int] = {}
         self._device = ""
         self._detached = False
+        # `stop` may come from another thread while `start` waits: it makes `start` give up, and waits for it.
+        self._stopping = threading.Event()
+        self._lock = threading.RLock()
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -82,17 +86,22 @@ class Stack:
         Raises:
             StackError: one could not be started; the others are stopped again.
         """
-        if self._servers:
-            raise StackError("the stack is already started")
-        try:
-            self._start()
-        except BaseException as error:
-            self._stop_servers()
-            self._close_lifeline()
-            if not isinstance(error, StackError):  # whose message points to a log
-                self._remove_directory()
-            raise
+        with self._lock:
+            if self._servers:
+                raise StackError("the stack is already started")
+            try:
+                self._start()
+            except BaseException as error:
+                self._stop_servers()
+                self._close_lifeline()
+                if not isinstance(error, StackError):  # whose message points to a log
+                    self._remove_directory()
+                raise
         return self
+
+    def _check_wanted(self) -> None:
+        if self._stopping.is_set():
+            raise StackError("the stack was stopped; start a new one")
 
     def _start(self) -> None:
         spec = self.spec
@@ -109,6 +118,7 @@ class Stack:
             self._servers = {c.role: ServerProcess(c, self._directory) for c in self._commands(model)}
             # SGLang imports for many seconds before it first needs lmcache, and lmcache connects to Redis
             # when it needs it, so all of them start at once.
+            self._check_wanted()
             for server in self._servers.values():
                 server.start(self._lifeline[0])
             for role in self._servers:
@@ -179,6 +189,7 @@ class Stack:
 
         def on_wait() -> None:
             nonlocal reported
+            self._check_wanted()
             if time.monotonic() - reported >= _REPORT_EVERY_S:
                 reported = time.monotonic()
                 self._report(role, ready=False)
@@ -193,14 +204,16 @@ class Stack:
             self._on_progress(Progress(role, ready, server.elapsed_s, log_tail(server.log, 1)))
 
     def stop(self) -> None:
-        """Stop all servers, SGLang first. Does nothing the second time, or to a detached stack."""
+        """Stop all servers, SGLang first, for good. Does nothing the second time, or to a detached stack."""
         if self._detached:
             return
-        started = bool(self._servers)
-        self._stop_servers()
-        self._close_lifeline()
-        if started:
-            self._remove_directory()
+        self._stopping.set()
+        with self._lock:
+            started = bool(self._servers)
+            self._stop_servers()
+            self._close_lifeline()
+            if started:
+                self._remove_directory()
 
     def _remove_directory(self) -> None:
         if self._given_directory is None and self._directory is not None:
