@@ -75,6 +75,31 @@ def test_runs_of_neighbouring_slots(dtype: torch.dtype, pairing: Pairing, backen
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shift", [0, 5])
+def test_slots_that_run_on_on_one_side_only(shift: int, backend: str) -> None:
+    """A run is one on both sides: here the other side has a gap, or goes backwards."""
+    layout = mla(Pairing.INTERLEAVED, torch.bfloat16, layers=1, rank=8, rope=8)
+    on, gap = torch.arange(36), torch.cat((torch.arange(40, 58), torch.arange(59, 77)))
+    for src, dst in ((on, gap), (gap, on), (on, gap.flip(0)), (gap.flip(0), on)):
+        run(layout, src, dst, shift, backend)
+
+
+def test_reads_of_what_is_written_are_never_left_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its programs run in any order; such calls are staged instead."""
+    from leyline_lmcache.kernels import triton_rotate
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("launched")
+
+    monkeypatch.setattr(triton_rotate, "splice_triton", refuse)
+    layout = gqa(Pairing.HALVES, torch.float32)
+    for src, dst in (([4, 4], [4, 5]), ([1, 2], [2, 3]), ([1, 2], [2, 1])):
+        run(layout, torch.tensor(src), torch.tensor(dst), 3, "triton")
+    with pytest.raises(AssertionError, match="launched"):
+        run(layout, torch.tensor([1, 6, 6]), torch.tensor([2, 7, 8]), 3, "triton")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_copy_without_shift_keeps_every_bit(dtype: torch.dtype, backend: str) -> None:
     """Also NaN payloads, infinities, negative zeros and denormals."""
