@@ -253,9 +253,25 @@ def test_follow_from_now_on_and_a_line_that_comes_in_parts(tmp_path: Path) -> No
                 file.write(pieces.pop(0))
         return looks > 8
 
-    seen.extend(r.ts for r in JournalReader(tmp_path).follow(poll_s=0, stop=stop))
+    reader = JournalReader(tmp_path)
+    seen.extend(r.ts for r in reader.follow(poll_s=0, stop=stop))
     # Line 0 was there before; line 1 began before, so what is left of it is no record.
     assert seen == [1002.0, 1003.0]
+    assert reader.corrupt == 0
+
+
+def test_follow_holds_open_only_the_files_that_grow(tmp_path: Path) -> None:
+    fill(tmp_path, range(40), max_bytes=1, max_files=100)
+    assert len(list(tmp_path.iterdir())) == 40
+    before = len(os.listdir("/proc/self/fd"))
+    held: list[int] = []
+
+    def stop() -> bool:
+        held.append(len(os.listdir("/proc/self/fd")) - before)
+        return len(held) > 2
+
+    assert len(list(JournalReader(tmp_path).follow(from_start=True, poll_s=0, stop=stop))) == 40
+    assert held == [0, 1, 1]
 
 
 def test_follow_reads_a_file_to_its_end_although_it_is_pruned(tmp_path: Path) -> None:
