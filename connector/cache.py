@@ -85,12 +85,6 @@ class EditableCache(_Base):
                 )
         return result
 
-    def prefetch_from_storage(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """An exact lookup would cut the match of an edited request down to its exact prefix."""
-        if self._tier is not None and self._tier.is_planned(request.rid):
-            return None
-        return super().prefetch_from_storage(request, *args, **kwargs)
-
     # ------------------------------------------------------------------ publishing
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
@@ -157,7 +151,10 @@ def build_cache(ctx: Any) -> Any:
     quiet = settings if ctx.tp_rank == 0 else replace(settings, journal_dir=None, metrics_port=None)
     reporter = Reporter(quiet, row_bytes=layout.row_bytes if layout else 0)
     stream = getattr(ctx.tp_worker.model_runner, "forward_stream", None)
-    cache.attach_tier(GpuTier(cache, runtime, settings, reporter, stream))
+    tier = GpuTier(cache, runtime, settings, reporter, stream)
+    cache.attach_tier(tier)
+    if memory.enable_lmcache:
+        cache.attach_stored_tier(runtime, settings)
     return cache
 
 
@@ -167,10 +164,7 @@ def _without_lmcache(ctx: Any) -> Any:
 
 def _with_lmcache(ctx: Any, config_file: str | None) -> Any:
     versions.check("lmcache")
-    from sglang.srt.mem_cache.storage.lmcache.lmcache_unified_radix_cache import LMCacheUnifiedRadixCache
-
-    class EditableLMCacheRadixCache(EditableCache, LMCacheUnifiedRadixCache):
-        """With LMCache behind the tree."""
+    from .lmcache_cache import EditableLMCacheRadixCache
 
     components = [ComponentType.FULL]
     if ctx.is_hybrid_swa:

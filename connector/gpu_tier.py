@@ -14,18 +14,22 @@ from typing import Any
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from leyline_lmcache.directive import Directive
+from leyline_lmcache.ranges import Range, merge
 from leyline_lmcache.reasons import Fallback, FallbackReason
 from leyline_lmcache.view import View, buffer_id
 
-from . import hints
+from . import hints, wire
 from .lineage import LineageTable, Roundings, Tokens, as_tokens
+from .lookups import Lookups
 from .plans import Kind, RequestPlan, plan_request
-from .records import BaseRecord, Namespace, RecordStore
+from .records import BaseRecord, BufferInfo, Namespace, RecordStore
 from .report import EditReport, Reporter
 from .runtime import Runtime
 from .settings import Settings
 from .slots import Path, Slots
 from .splicer import Splice, Splicer
+from .stored import StoredChunks, StoredTier, remember
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +46,19 @@ class _State:
         report: None for requests without directives and for fills, which belong to another request's report.
         matched: when the plan was last found reachable (``time.perf_counter``).
         lost: tokens at the view's end whose KV was gone, so that they are prefilled.
+        directives, fill: what was asked for, kept while the base's record is looked up elsewhere.
+        looked: the stored tiers were asked, or cannot be.
+        stored: chunks they hold ready for this request.
     """
 
     plan: RequestPlan | None = None
     report: EditReport | None = None
     matched: float | None = None
     lost: int = 0
+    directives: tuple[Directive, ...] = ()
+    fill: Range | None = None
+    looked: bool = False
+    stored: StoredChunks | None = None
 
 
 class GpuTier:
@@ -70,6 +81,7 @@ class GpuTier:
         self._records = RecordStore(settings.max_records, settings.max_record_tokens)
         self._lineages = LineageTable(settings.max_lineages)
         self._planned: set[str] = set()
+        self._lookups: Lookups | None = None
         self._splicer: Splicer | None = None
         if runtime.layout is not None:
             self._splicer = Splicer(
@@ -91,8 +103,6 @@ class GpuTier:
             except Exception as error:
                 log.exception("request %s could not be planned", req.rid)
                 self._refuse(req, state, _fault(error))
-            if state.plan is not None:
-                self._planned.add(req.rid)
         return state.plan
 
     def is_planned(self, rid: str) -> bool:
@@ -109,13 +119,15 @@ class GpuTier:
     def ended(self, rid: str) -> None:
         """The request is over, one way or another."""
         self._planned.discard(rid)
+        if self._lookups is not None:
+            self._lookups.cancel(rid)
 
     def _decide(self, req: Any, state: _State) -> None:
         raw = hints.raw_envelope(req.kv_hints, req.sampling_params)
         if raw is None:
             return
         fill = hints.fill_span(raw)
-        report = state.report = EditReport() if fill is None else None
+        state.report = EditReport() if fill is None else None
         envelope = hints.decode(raw)
         directives = envelope.directives + envelope.forgets
         if not directives:
@@ -124,24 +136,31 @@ class GpuTier:
         if self._runtime.refusal is not None:
             raise self._runtime.refusal
         _check_request(req)
+        state.directives, state.fill = directives, fill
         record = self._records.get(directives[0].base, namespace_of(req))
-        if record is None:
-            raise Fallback(
-                FallbackReason.UNKNOWN_BASE, "base: no finished response of this id is remembered here"
-            )
+        if record is not None:
+            self._plan(req, state, record)
+        elif self._lookups is not None:
+            self._lookups.want(req, directives[0].base)
+        else:
+            raise unknown_base()
+
+    def _plan(self, req: Any, state: _State, record: BaseRecord) -> None:
         state.plan = plan_request(
             record,
-            directives,
+            state.directives,
             as_tokens(req.origin_input_ids),
             self._lineages,
             page_size=self._page_size,
             min_reuse=self._min_reuse,
-            fill=fill,
+            fill=state.fill,
         )
-        if state.plan is None and report is not None:
-            report.exact()
-            self._reporter.decided(req.rid, report)
-            attach(req, report)
+        if state.plan is not None:
+            self._planned.add(req.rid)
+        elif state.report is not None:
+            state.report.exact()
+            self._reporter.decided(req.rid, state.report)
+            attach(req, state.report)
 
     def _refuse(self, req: Any, state: _State, why: Fallback) -> None:
         if state.report is None:
@@ -182,7 +201,9 @@ class GpuTier:
         state: _State = getattr(req, _STATE)
         splice = None
         if held.length < goal:
-            splice = self._splicer.splice(plan, keys, held, goal)
+            if self._should_look(req, state, plan, held, goal):
+                return False
+            splice = self._splice(state, plan, keys, held, goal)
             if splice.goal < goal:
                 state.lost += plan.kept(splice.goal, goal)
                 plan.view, plan.goal = plan.view.truncate(splice.goal), splice.goal
@@ -192,6 +213,25 @@ class GpuTier:
             state.report.reprefilled = state.lost
             self._account(req, plan, state.report, splice)
         return splice is not None and splice.tokens > 0
+
+    def _splice(self, state: _State, plan: RequestPlan, keys: array[int], held: Path, goal: int) -> Splice:
+        assert self._splicer is not None
+        stored, state.stored = state.stored, None
+        try:
+            return self._splicer.splice(plan, keys, held, goal, stored)
+        finally:
+            if stored is not None:
+                stored.release()
+
+    def _should_look(self, req: Any, state: _State, plan: RequestPlan, held: Path, goal: int) -> bool:
+        """Whether the stored tiers are to be asked before this request is admitted; once per request."""
+        if self._lookups is None or self._splicer is None or state.looked:
+            return False
+        state.looked = True
+        if not self._splicer.missing(plan, held, goal):
+            return False
+        self._lookups.want(req, None)
+        return True
 
     def _account(self, req: Any, plan: RequestPlan, report: EditReport, splice: Splice | None) -> None:
         first = report.outcome is None
@@ -219,6 +259,87 @@ class GpuTier:
         torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MIN, group=self._cache.tp_group)
         return int(votes.item())
 
+    # ------------------------------------------------------------------ stored tiers
+
+    def attach_stored(self, tier: StoredTier) -> None:
+        """From now on, what the GPU does not hold is looked for in CPU and Redis."""
+        self._lookups = Lookups(tier, self)
+
+    @property
+    def looking(self) -> bool:
+        """Whether a request waits for the stored tiers."""
+        return self._lookups is not None and bool(self._lookups)
+
+    def begin_lookup(self, rid: str) -> bool:
+        """Start what :meth:`plan_of` or :meth:`reach` found necessary; whether it runs now."""
+        return self._lookups is not None and self._lookups.begin(rid)
+
+    def poll_lookup(self, rid: str) -> bool | None:
+        """True when a lookup is over (told once), False while it runs, None when there is none."""
+        return None if self._lookups is None else self._lookups.poll(rid)
+
+    def found_record(self, req: Any, answer: wire.Resolved) -> RequestPlan | None:
+        """The base's record came from elsewhere. Raises ``Fallback``."""
+        state: _State = getattr(req, _STATE)
+        try:
+            record = remember(answer, namespace_of(req), self._records, self._lineages)
+        except (wire.WireError, ValueError) as error:
+            raise Fallback(FallbackReason.TIER_ERROR, f"the base's record cannot be read: {error}") from error
+        if record is None:
+            raise unknown_base()
+        self._plan(req, state, record)
+        state.looked = True
+        return state.plan
+
+    def found_chunks(self, req: Any, chunks: StoredChunks) -> None:
+        """Chunks are ready for a request."""
+        state: _State = getattr(req, _STATE)
+        state.stored = chunks
+
+    def found_nothing(self, req: Any, why: Fallback) -> None:
+        """The lookup failed."""
+        self.drop(req, why)
+
+    def wanted_chunks(
+        self, req: Any, plan: RequestPlan, chunk_size: int
+    ) -> list[tuple[BufferInfo, list[Range]]]:
+        """Chunks that hold what the GPU lacks of a plan, by buffer, as index ranges."""
+        assert self._splicer is not None
+        keys = plan.keys(req.origin_input_ids)[: plan.goal]
+        held = self._splicer.match(keys, plan.record.namespace)
+        wanted: dict[str, list[Range]] = {}
+        for start, end in self._splicer.missing(plan, held, plan.goal):
+            for _, piece in plan.view.between(start, end):
+                info = self._records.info(piece.buffer) if piece.buffer is not None else None
+                if info is None:
+                    continue
+                # Only whole chunks are stored.
+                last = min(-(-piece.src_end // chunk_size), len(info.tokens) // chunk_size)
+                if piece.src_start // chunk_size < last:
+                    wanted.setdefault(info.id, []).append((piece.src_start // chunk_size, last))
+        out: list[tuple[BufferInfo, list[Range]]] = []
+        for buffer, ranges in wanted.items():
+            info = self._records.info(buffer)
+            assert info is not None
+            out.append((info, merge(ranges)))
+        return out
+
+    def computed_chunks(
+        self, req: Any, known: int, chunk_size: int
+    ) -> tuple[RequestPlan | None, list[Range]]:
+        """View ranges, in whole chunks, computed in this request's lineage and nowhere else (I5)."""
+        plan = self.plan_of(req)
+        if plan is None or plan.kind is Kind.FILL:
+            return None, []
+        own: list[Range] = [(plan.target, known)]
+        for position, piece in plan.view.spans():
+            info = self._records.info(piece.buffer) if piece.buffer is not None else None
+            lineage = info.lineage if info is not None else None
+            if piece.buffer is None or (lineage == plan.lineage.fingerprint and piece.src_start == position):
+                own.append((position, position + piece.length))
+        whole = ((-(-a // chunk_size) * chunk_size, b // chunk_size * chunk_size) for a, b in merge(own))
+        return plan, [(a, b) for a, b in whole if a < b]
+
     # ------------------------------------------------------------------ records
 
     def checkpointed(self, req: Any, up_to: int) -> None:
@@ -239,10 +360,16 @@ class GpuTier:
         tokens = as_tokens(token_ids)
         if not len(tokens):
             return
+        if state.report is not None and state.report.outcome is None:
+            self._refuse(req, state, unknown_base())  # the lookup never came about
         if plan is None:
-            self._records.add(self._exact_record(req, tokens))
+            record, lineage = self._exact_record(req, tokens), b""
         else:
-            self._records.add(self._edited_record(req.rid, plan, token_ids, tokens))
+            record, lineage = self._edited_record(req.rid, plan, token_ids, tokens), plan.lineage.fingerprint
+        info = BufferInfo(record.buffer, tokens, lineage)
+        self._records.add(record, [info])
+        if self._lookups is not None:
+            self._lookups.publish(record, info)
 
     def _exact_record(self, req: Any, tokens: Tokens) -> BaseRecord:
         namespace = namespace_of(req)
@@ -257,17 +384,27 @@ class GpuTier:
         buffer = buffer_id(self._runtime.model, namespace.salt, plan.lineage.fingerprint, tokens.data)
         view = plan.view.truncate(min(plan.target, len(tokens)))
         view = view.extend(len(tokens) - view.length).filled(buffer)
-        return BaseRecord(rid, namespace, as_tokens(plan.keys(token_ids)), view, buffer, plan.roundings())
+        spans = [span for span in plan.record.spans if span[0] < plan.first_change]
+        if plan.edits:
+            spans.append((plan.first_change, plan.lineage.fingerprint))
+        keys = as_tokens(plan.keys(token_ids))
+        return BaseRecord(rid, namespace, keys, view, buffer, plan.roundings(), tuple(spans))
 
     # ------------------------------------------------------------------ life cycle
 
     def reset(self) -> None:
         """The tree was emptied. Records stay: edits of them are refused as ``source_missing``, by name."""
         self._planned.clear()
+        if self._lookups is not None:
+            self._lookups.cancel_all()
 
     def close(self) -> None:
         """Flush the journal."""
         self._reporter.close()
+
+
+def unknown_base() -> Fallback:
+    return Fallback(FallbackReason.UNKNOWN_BASE, "base: no finished response of this id is remembered here")
 
 
 def namespace_of(req: Any) -> Namespace:

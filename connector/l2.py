@@ -60,8 +60,8 @@ class L2Options:
     """
 
     redis: RedisOptions
-    load_connections: int = 2
-    store_connections: int = 2
+    load_connections: int = 4
+    store_connections: int = 4
     lookup_connections: int = 1
     max_capacity_gb: float = 0.0
 

@@ -41,6 +41,7 @@ class Settings:
         min_reuse: an edit that would keep fewer tokens after it is not applied; shorter kept runs between two
             replacements are prefilled with them.
         inplace: see :class:`InPlace`.
+        tier_timeout: seconds a request waits for the CPU and Redis tiers before it is prefilled.
         drift_limit: roundings a key may accumulate through in-place rotations before its view is
             prefilled again.
         max_records: responses remembered as bases.
@@ -55,6 +56,7 @@ class Settings:
     min_reuse: int = 16
     inplace: InPlace = InPlace.AUTO
     drift_limit: int = 32
+    tier_timeout: float = 2.0
     max_records: int = 4096
     max_record_tokens: int = 64 * 1024 * 1024
     max_lineages: int = 65536
@@ -95,6 +97,12 @@ class Settings:
                 checked[key] = _choice(key, value)
             elif key == "journal_dir":
                 checked[key] = None if value is None else _path(key, value)
+            elif key == "tier_timeout":
+                if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 600:
+                    raise SettingsError(
+                        f"{key}: expected seconds, more than 0 and at most 600, got {value!r}"
+                    )
+                checked[key] = float(value)
             elif key == "metrics_port":
                 checked[key] = None if value is None else _integer(key, value, 1, 65535)
             elif key in ("min_reuse", "drift_limit", "max_records", "max_lineages", "journal_max_files"):

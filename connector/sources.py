@@ -49,8 +49,8 @@ Resident = Callable[[BaseRecord], int]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """``runs``: in view order. ``missing``: view ranges on no path that may be used. ``drifted``: some of those
-    are only on paths that were rotated too often."""
+    """``runs``: in view order. ``missing``: view ranges on no path that may be used. ``drifted``: some of
+    those are only on paths that were rotated too often."""
 
     runs: list[Run]
     missing: list[Range]

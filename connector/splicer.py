@@ -1,4 +1,4 @@
-"""Moves KV into the edited path: from paths in SGLang's pool, and from chunks in LMCache's L1 (DESIGN §6, §7)."""
+"""Moves KV into the edited path: from paths in SGLang's pool, and from chunks in LMCache's L1."""
 
 from __future__ import annotations
 
@@ -126,6 +126,10 @@ class Splicer:
         self._stream = stream
         self._agree = agree
 
+    def match(self, keys: array[int], namespace: Namespace) -> Path:
+        """What the tree holds of a key."""
+        return self._slots.match(keys, namespace)
+
     def missing(self, plan: RequestPlan, held: Path, goal: int) -> list[Range]:
         """View ranges of ``[held.length, goal)`` that no path in the pool has."""
         with _Paths(self._slots, plan.record.namespace) as paths:
@@ -139,7 +143,7 @@ class Splicer:
         KV that is missing at the view's end shortens what is kept; anywhere else the plan is refused.
 
         Raises:
-            Fallback: ``source_missing``, ``drift_limit``, ``no_memory`` or ``tier_error``; nothing was changed.
+            Fallback: ``source_missing``, ``drift_limit``, ``no_memory``, ``tier_error``; nothing was changed.
         """
         started = time.perf_counter()
         namespace = plan.record.namespace
@@ -188,7 +192,8 @@ class Splicer:
     ) -> _Sources:
         """Sources, as far as every rank has them: ranks splice alike or not at all."""
         found = self._find(plan, start, goal, paths)
-        missing, loads = found.missing, []
+        missing = found.missing
+        loads: list[Any] = []
         if stored is not None and missing:
             loads, missing = stored.cover(plan.view, missing)
         why: Fallback | None = None
@@ -276,22 +281,20 @@ class Splicer:
         if stored is None or not sources.stored:
             return source
         for load in stored.loads(sources.stored):
-            size = stored.chunk_size
-            count = (load.last - load.first) * size
+            first = load.first * stored.chunk_size
+            count = load.last * stored.chunk_size - first
             if self._slots.page_size == 1:
                 # Straight to where they belong; what else the chunks hold goes to the pool's sink.
                 chunks = torch.zeros(count, dtype=torch.int64, device=target.device)
-                for run in load.runs:
-                    chunks[run.source - load.first * size :][: run.length] = target[run.start - start :][
-                        : run.length
-                    ]
+                for part in load.runs:
+                    where = target[part.start - start :][: part.length]
+                    chunks[part.source - first :][: part.length] = where
             else:
                 chunks = self._slots.allocate(count)
                 staging.append(chunks)
-                for run in load.runs:
-                    source[run.start - start :][: run.length] = chunks[run.source - load.first * size :][
-                        : run.length
-                    ]
+                for part in load.runs:
+                    where = chunks[part.source - first :][: part.length]
+                    source[part.start - start :][: part.length] = where
             stored.retrieve(load, chunks)
         return source
 

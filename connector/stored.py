@@ -1,7 +1,8 @@
 """The CPU and Redis tiers, seen from the engine: know a base, bring its chunks to L1, load them.
 
-Works over the connection SGLang's LMCache connector already has. The scheduler submits and polls; it waits for
-another process only while LMCache copies. Upstream: ``lmcache/integration/sglang/unified_lmcache_mp_connector.py``.
+Works over the connection SGLang's LMCache connector already has. The scheduler submits and polls; it waits
+for another process only while LMCache copies.
+Upstream: ``lmcache/integration/sglang/unified_lmcache_mp_connector.py``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLookupOperation
-from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
 
 from leyline_lmcache.ranges import Range, merge, subtract
 from leyline_lmcache.reasons import Fallback, FallbackReason
@@ -117,8 +116,8 @@ class StoredChunks:
         return out
 
     def retrieve(self, load: Load, slots: torch.Tensor) -> None:
-        """Write whole chunks into ``slots``, int64 ``[(last - first) * chunk_size]``, in whole pages; page 0 is
-        the pool's sink. Raises ``Fallback`` (``tier_error``)."""
+        """Write whole chunks into ``slots``, int64 ``[(last - first) * chunk_size]``, in whole pages; page 0
+        is the pool's sink. Raises ``Fallback`` (``tier_error``)."""
         held, size = self.held[load.held], self.tier.chunk_size
         held.retrieved.update(range(load.first, load.last))
         self.tier.retrieve(held.info, held.salt, load.first * size, load.last * size, slots)
@@ -156,11 +155,13 @@ class StoredTier:
 
     def call(self, method: str, message: wire.Message) -> Any:
         """Submit an RPC; returns a future to poll with ``query()``."""
+        from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
+
         request = ServerModuleCallRequest(method=method, payload=wire.encode(message))
         return self._connector._req_client.server_module_call(request)
 
     def answer(self, future: Any, kind: type[M], timeout_s: float = 0) -> M:
-        """The answer of a finished RPC. Raises ``OSError`` when it failed, ``WireError`` when it is not ours."""
+        """A finished RPC's answer. Raises ``OSError`` when it failed, ``WireError`` when it is not ours."""
         try:
             response = future.result(timeout=timeout_s)
         except Exception as error:
@@ -195,6 +196,8 @@ class StoredTier:
 
     def retrieve(self, info: BufferInfo, salt: str, start: int, end: int, slots: torch.Tensor) -> None:
         """Load chunks ``[start, end)`` of a buffer (locked before) into ``slots``. Raises ``Fallback``."""
+        from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLookupOperation
+
         connector = self._connector
         self._count += 1
         # Never an id twice: LMCache caches hashes by request id and would return another buffer's KV.
@@ -240,6 +243,8 @@ class Flow:
         self._job: str | None = None
         self._held: list[_Held] = []
         self._submitted = False
+        self.over = False
+        """Nothing is to be asked (any more)."""
         if base is not None:
             message = wire.Resolve(response=base, namespace=digest(namespace), model=tier.model)
             self._future = tier.call(wire.RESOLVE, message)

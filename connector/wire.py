@@ -31,14 +31,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     v: int = WIRE_VERSION
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """The engine says who it is. ``instance``: its LMCache instance id. ``version``: of this package."""
 
     instance: int
     version: str
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """``boot`` changes when the server restarts; ``registered``: it knows the instance's KV layout."""
 
     boot: str
@@ -49,7 +49,7 @@ class Welcome(Message):
     """Whether records are shared with other nodes (Redis), not only kept in this process."""
 
 
-class Part(Message):
+class Part(Message, frozen=True):
     """Chunks of one buffer. ``tokens``: int32 little-endian, from position 0. ``chunks``: half-open index
     ranges."""
 
@@ -58,7 +58,7 @@ class Part(Message):
     chunks: tuple[tuple[int, int], ...]
 
 
-class Fetch(Message):
+class Fetch(Message, frozen=True):
     """Bring chunks into L1 and lock them until they are retrieved or released, at most ``ttl_s`` seconds."""
 
     job: str
@@ -69,21 +69,21 @@ class Fetch(Message):
     parts: tuple[Part, ...]
 
 
-class Job(Message):
+class Job(Message, frozen=True):
     """Names a fetch. For RELEASE, ``keep``: per part, chunks that were retrieved and hold no lock now."""
 
     job: str
     keep: tuple[tuple[int, ...], ...] = ()
 
 
-class Fetched(Message):
+class Fetched(Message, frozen=True):
     """State of a fetch. ``hits``: per part, indexes of the chunks that are in L1 and locked."""
 
     done: bool
     hits: tuple[tuple[int, ...], ...] = ()
 
 
-class PieceMessage(Message):
+class PieceMessage(Message, frozen=True):
     """A piece of a view."""
 
     buffer: str
@@ -91,7 +91,7 @@ class PieceMessage(Message):
     length: int
 
 
-class BufferMessage(Message):
+class BufferMessage(Message, frozen=True):
     """What a buffer's KV was computed from. ``lineage``: fingerprint of the view, empty for exact KV."""
 
     id: str
@@ -99,7 +99,7 @@ class BufferMessage(Message):
     lineage: bytes
 
 
-class RecordMessage(Message):
+class RecordMessage(Message, frozen=True):
     """A base record. ``namespace``: digest of tenant and adapter. ``spans``: start and lineage of each tagged
     run."""
 
@@ -111,14 +111,14 @@ class RecordMessage(Message):
     spans: tuple[tuple[int, bytes], ...]
 
 
-class Publish(Message):
+class Publish(Message, frozen=True):
     """Make a record, and the buffer it computed, known to every node."""
 
     record: RecordMessage
     buffer: BufferMessage
 
 
-class Resolve(Message):
+class Resolve(Message, frozen=True):
     """Ask for a record and for the buffers of its view."""
 
     response: str
@@ -126,18 +126,18 @@ class Resolve(Message):
     model: str
 
 
-class Resolved(Message):
+class Resolved(Message, frozen=True):
     """``record`` is None when it is not known; ``buffers`` are those that are."""
 
     record: RecordMessage | None
     buffers: tuple[BufferMessage, ...] = ()
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """Nothing to say."""
 
 
-class Stats(Message):
+class Stats(Message, frozen=True):
     """Counters of the server module."""
 
     counters: dict[str, int]
