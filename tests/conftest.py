@@ -7,11 +7,14 @@ the run: it may fill or flush the cache, but a test that stops or kills servers 
 from __future__ import annotations
 
 import os
+import signal
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from support.pool import StackPool
+from support.processes import processes
 from support.specs import STACKS
 
 from leyline_lmcache.stack import Stack
@@ -88,3 +91,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
             for role, log in stack.logs.items():
                 report.sections.append((f"{stack.spec.model} {role} log", log_tail(log, 30)))
     return report
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """A value for MARK; whatever of it is left after the test is killed."""
+    made = uuid.uuid4().hex
+    yield made
+    for pid in processes(made):
+        os.kill(pid, signal.SIGKILL)

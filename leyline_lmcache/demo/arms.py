@@ -64,15 +64,16 @@ class Agent:
         milliseconds = (time.perf_counter() - started) * 1e3
         self._base, self._output = answer.id, answer.output_ids
         report = answer.meta.get("leyline") or {}
-        spliced, filled = int(report.get("spliced", 0)), int(report.get("filled", 0))
+        moved, filled = int(report.get("moved", 0)), int(report.get("filled", 0))
         return Served(
             prompt=answer.prompt_tokens,
-            prefix=answer.cached_tokens - spliced - filled,
-            spliced=spliced,
+            prefix=answer.cached_tokens - moved - filled,
+            spliced=moved,
             filled=filled,
             prefilled=answer.prompt_tokens - answer.cached_tokens,
             milliseconds=milliseconds,
             answer=self._dialect.read(answer.output_ids),
+            amortized=int(report.get("spliced", 0)),
             outcome=str(report.get("outcome", "")),
             reason=str(report.get("reason", "")),
             lineage=str(report.get("lineage", "")),

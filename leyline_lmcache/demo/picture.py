@@ -59,10 +59,6 @@ def _computed(total: Totals) -> int:
     return total.filled + total.prefilled
 
 
-def _computed(total: Totals) -> int:
-    return total.filled + total.prefilled
-
-
 def _offset(arm: Arm) -> float:
     return (list(Arm).index(arm) - 1) * (_WIDTH + _GAP)
 
@@ -117,7 +113,8 @@ def _draw_times(axes: Any, turns: Sequence[TurnResult]) -> None:
             color=_ARM_COLOURS[arm],
             label=arm.value,
         )
-    axes.set_ylim(bottom=0)
+    slowest = max((turn.arms[arm].final.milliseconds for turn in turns for arm in Arm), default=1.0)
+    axes.set_ylim(0, slowest * 1.3)
     axes.set_ylabel("time of the request (ms)")
     axes.set_xlabel("turn")
     axes.set_xticks(numbers)

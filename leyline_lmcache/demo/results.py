@@ -28,12 +28,13 @@ class Served:
 
     Attributes:
         prompt: its tokens; the sum of the next four.
-        prefix: found as a prefix in the cache, before the first edit.
-        spliced: after the first edit, with the KV they had before it.
+        prefix: found as a prefix in the cache.
+        spliced: moved to their new places by this request, with the KV they had before the edit.
         filled: prefilled in the middle, for the replacements.
         prefilled: prefilled at the end.
         milliseconds: from sending it to the whole answer, at the client.
         answer: what the model said.
+        amortized: tokens, spliced now or in an earlier turn, whose KV is older than an edit before them.
         outcome: of the edit, as the plugin reports it; "" for a request without directives.
         reason: why the edit was refused; "" if it was not.
         lineage: short name of the edited view; "" for exact KV.
@@ -46,6 +47,7 @@ class Served:
     prefilled: int
     milliseconds: float
     answer: str
+    amortized: int = 0
     outcome: str = ""
     reason: str = ""
     lineage: str = ""
@@ -95,7 +97,7 @@ class TurnResult:
     def is_spliced(self) -> bool:
         """True when the edited request was served from edited KV."""
         final = self.arms[Arm.SPLICE].final
-        return final.outcome == "spliced" and final.spliced > 0
+        return final.outcome == "spliced" and final.amortized > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ PARTS = (
 )
 """What the tokens of a prompt can be: the field of `Served`, its cell, its colour."""
 
-_BAR = 22
+_BAR = 21
 _ARM = 10
+_WIDTHS = {"prompt": 6, "hit": 6, "splice": 7, "fill": 5, "new": 5}
 
 EXPLANATION = (
     "Each turn the agent reads a tool's output, notes what follows from it, and is asked",
@@ -36,7 +37,7 @@ def legend() -> Text:
 
 def column_heads() -> Text:
     """The line above the turns."""
-    names = "".join(f"{name:>6}" for name in ("prompt", "hit", "splice", "fill", "new"))
+    names = "".join(f"{name:>{width}}" for name, width in _WIDTHS.items())
     return Text(f"  {'':{_ARM}} {'':{_BAR}}{names}{'ms':>6}  answer", "dim")
 
 
@@ -51,7 +52,7 @@ def turn_lines(turn: TurnResult, longest: int) -> Iterator[Text]:
     yield Text(f"turn {turn.number}", "bold").append(f"  {edits}; asked: {turn.question}", "not bold")
     for arm, done in turn.arms.items():
         line = _figures(arm.value, done.final, longest)
-        answer = done.final.answer if len(done.final.answer) <= 8 else f"{done.final.answer[:7]}…"
+        answer = done.final.answer if len(done.final.answer) <= 7 else f"{done.final.answer[:6]}…"
         if arm is Arm.FULL:
             line.append(f"  {answer}")
         else:
@@ -81,18 +82,21 @@ def verdict_lines(conversation: Conversation) -> Iterator[Text]:
     turns = len(conversation.turns)
     full, again, splice = (conversation.total(arm) for arm in Arm)
     yield Text(
-        f"Answers like full context: splice {splice.follows} of {turns}, "
-        f"re-prefill {again.follows} of {turns} (full context is right {full.right} times)."
+        f"answers like full context: splice {splice.follows} of {turns}, "
+        f"re-prefill {again.follows} of {turns}"
+    )
+    yield Text(f"full context is right: {full.right} of {turns}")
+    yield Text(
+        f"tokens computed for the edited requests: splice {splice.filled + splice.prefilled:,}, "
+        f"re-prefill {again.filled + again.prefilled:,}"
     )
     yield Text(
-        f"Tokens computed for the edited requests: splice {splice.filled + splice.prefilled:,}, "
-        f"re-prefill {again.filled + again.prefilled:,}; "
-        f"drafts included: {splice.computed:,} and {again.computed:,}."
+        f"tokens computed in all, drafts included: splice {splice.computed:,}, re-prefill {again.computed:,}"
     )
     if full.milliseconds and again.milliseconds:
         yield Text(
-            f"Time of an edited request: {splice.milliseconds / again.milliseconds:.2f} of re-prefill's, "
-            f"{splice.milliseconds / full.milliseconds:.2f} of a prefix hit's."
+            f"time of an edited request: {splice.milliseconds / again.milliseconds:.2f} of re-prefill's, "
+            f"{splice.milliseconds / full.milliseconds:.2f} of a prefix hit's"
         )
     style, words = _VERDICTS[conversation.verdict]
     yield Text(words, style)
@@ -110,8 +114,8 @@ _VERDICTS = {
     Verdict.BROKEN: ("bold red", "The contract was broken: an answer of the splice arm left full context's."),
     Verdict.UNMEASURED: (
         "bold yellow",
-        "Every edit was spliced. Whether answers follow full context cannot be told with random weights: "
-        "the trained model comes with the source tree (models/tiny_mla).",
+        "Every edit was spliced. With random weights answers mean nothing, so whether they\n"
+        "follow full context cannot be told: models/tiny_mla has a trained model.",
     ),
 }
 
@@ -119,8 +123,9 @@ _VERDICTS = {
 def _figures(name: str, served: Served, longest: int) -> Text:
     line = Text(f"  {name:{_ARM}} ")
     line.append_text(bar(served, longest))
-    for value in (served.prompt, served.prefix, served.spliced, served.filled, served.prefilled):
-        line.append(f"{value or '·':>6}")
+    figures = (served.prompt, served.prefix, served.spliced, served.filled, served.prefilled)
+    for value, width in zip(figures, _WIDTHS.values(), strict=True):
+        line.append(f"{value or '·':>{width}}")
     return line.append(f"{served.milliseconds:>6.0f}")
 
 

@@ -38,10 +38,8 @@ Leyline = Callable[..., Done]
 
 
 @pytest.fixture
-def leyline(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Leyline:
-    """`leyline("plan", "--length", 10)`, far from the configuration and the stacks of whoever runs the tests."""
+def leyline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Leyline:
+    """`leyline("plan", "--length", 10)`, far from the configuration and stacks of whoever runs the tests."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")

@@ -1,4 +1,4 @@
-"""``leyline doctor``: against real findings, against servers that answer wrongly, and with nothing installed."""
+"""``leyline doctor``: real findings, servers that answer wrongly, and nothing installed."""
 
 from __future__ import annotations
 

@@ -71,13 +71,31 @@ def test_a_person_sees_lines_in_80_columns(leyline: Leyline, journal: Path) -> N
     assert lines[0] == HEADER
     assert len(lines) == 1 + len(RECORDS)
     assert max(map(len, lines)) <= 80
-    assert lines[3].split()[1:] == ["req-2", "bb22", "gpu", "copy+rotate", "1500", "1500", "-195", "3.3M", "2911"]
+    assert lines[3].split()[1:] == [
+        "req-2",
+        "bb22",
+        "gpu",
+        "copy+rotate",
+        "1500",
+        "1500",
+        "-195",
+        "3.3M",
+        "2911",
+    ]
     assert lines[5].split()[1:] == ["req-3", "gpu", "refused", "unknown_base"]
 
 
 def test_totals(leyline: Leyline, journal: Path) -> None:
     found = leyline("ops", "--dir", journal, "--totals", "--json").json
-    fills = {"tier": "gpu", "op": "fill", "ops": 2, "blocks": 14, "tokens": 14, "bytes": 16128, "micros": 2400}
+    fills = {
+        "tier": "gpu",
+        "op": "fill",
+        "ops": 2,
+        "blocks": 14,
+        "tokens": 14,
+        "bytes": 16128,
+        "micros": 2400,
+    }
     assert fills in found["ops"]
     assert found["refused"] == {"unknown_base": 1}
     shown = leyline("ops", "--dir", journal, "--totals").out

@@ -73,7 +73,9 @@ def test_turns_are_chained_and_rotated_once(leyline: Leyline, tmp_path: Path) ->
     file.write_text(leyline("plan", "--length", 2000, "--edit", "300:500:5", "--json").out)
     second = leyline("plan", "--view", file, "--edit", "10:20", "--tier", "gpu", "--json").json
     assert second["new_length"] == 1795
-    shifts = {(op["buffer"], op["shift"]) for op in second["tiers"]["gpu"]["ops"] if op["op"] == "copy_rotate"}
+    shifts = {
+        (op["buffer"], op["shift"]) for op in second["tiers"]["gpu"]["ops"] if op["op"] == "copy_rotate"
+    }
     # From where the keys were computed: -195 and -10 make one rotation.
     assert shifts == {("base", -10), ("turn-1", -10), ("base", -205)}
     assert [piece["buffer"] for piece in second["view"]["pieces"]] == ["base", "base", "turn-1", "base"]
@@ -96,13 +98,25 @@ def test_expand_cuts_ops_at_blocks(leyline: Leyline) -> None:
 
 def test_a_person_sees_strip_and_totals_in_80_columns(leyline: Leyline) -> None:
     done = leyline(
-        "plan", "--length", 2000, "--edit", "300:500:5", "--edit", "700:720", "--append", 40, "--page-size", 16
+        "plan",
+        "--length",
+        2000,
+        "--edit",
+        "300:500:5",
+        "--edit",
+        "700:720",
+        "--append",
+        40,
+        "--page-size",
+        16,
     )
     assert done.status == 0
     assert "2,000 tokens become 1,825 (-175)" in done.out
     assert "█ shared 300   ▓ spliced 1,480   ░ to fill 45   × gone 220" in done.out
     assert "gpu, pages of 16 tokens:" in done.out
-    strips = [line.strip().split() for line in done.out.splitlines() if line.strip().startswith(("before", "after"))]
+    strips = [
+        line.strip().split() for line in done.out.splitlines() if line.strip().startswith(("before", "after"))
+    ]
     assert all(set(cells) <= set("█▓░×") for _, cells in strips)
     lines = [line.rstrip() for line in done.out.splitlines() if not line.startswith(("gpu", "cpu", "redis"))]
     assert max(map(len, lines)) <= 80
