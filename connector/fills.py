@@ -13,7 +13,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ _ANY_LENGTH = 2**31 - 1
 
 @dataclass(slots=True)
 class _Filling:
-    """A client's request whose fills are running now."""
+    """One prompt of a client's request while its fills run."""
 
     fills: set[str] = field(default_factory=set)
     aborted: bool = False
@@ -46,6 +46,7 @@ class _Filling:
 class _Element:
     """One prompt of a request, with what its fills have to copy."""
 
+    index: int
     prompt: list[int]
     raw: Any
     spans: tuple[Range, ...]
@@ -65,25 +66,35 @@ class FillRunner:
         self, original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
     ) -> AsyncIterator[Any]:
         """In place of ``generate_request``: fills first, then the request; unpacks the reports."""
-        elements = await self._elements_or_none(manager, obj) if isinstance(obj, GenerateReqInput) else []
-        if elements:
-            if _is_single(obj) and obj.rid is None:
-                # Set here, so that an abort during the fill can name it.
-                obj.rid = uuid.uuid4().hex
-            rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid or []
-            filling = _Filling()
-            self._filling.update(dict.fromkeys(rids, filling))
+        raws = _envelopes(obj) if isinstance(obj, GenerateReqInput) else []
+        aborted: list[str] = []
+        if any(raw is not None for raw in raws):
+            rids = _rids(obj, len(raws))
+            fillings = [_Filling() for _ in raws]
+            self._filling.update(zip(rids, fillings, strict=False))
             try:
-                last = await self._fill_all(original, manager, obj, elements, filling, request)
+                elements = await self._elements_or_none(manager, obj, raws)
+                last = await self._fill_all(original, manager, obj, elements, fillings, request)
+            except BaseException:
+                _settle(obj)
+                raise
             finally:
                 for rid in rids:
                     self._filling.pop(rid, None)
-            if filling.aborted:
-                yield _aborted(obj, elements, last)
+            if all(filling.aborted for filling in fillings):
+                answer = _aborted(obj, rids, [len(prompt) for prompt in await _prompts(manager, obj)], last)
+                _settle(obj)
+                yield answer
                 return
-        async with aclosing(original(manager, obj, request)) as answers:  # type: ignore[type-var]
-            async for answer in answers:
-                yield _unpacked(answer)
+            aborted = [rid for rid, filling in zip(rids, fillings, strict=False) if filling.aborted]
+        late = asyncio.ensure_future(_abort_when_sent(manager, aborted)) if aborted else None
+        try:
+            async with aclosing(original(manager, obj, request)) as answers:  # type: ignore[type-var]
+                async for answer in answers:
+                    yield _unpacked(answer)
+        finally:
+            if late is not None:
+                late.cancel()
 
     def abort(
         self, original: Callable[..., Any], manager: Any, rid: str = "", abort_all: bool = False
@@ -103,13 +114,10 @@ class FillRunner:
 
     # ------------------------------------------------------------------ what to fill
 
-    async def _elements_or_none(self, manager: Any, obj: GenerateReqInput) -> list[_Element]:
+    async def _elements_or_none(self, manager: Any, obj: GenerateReqInput, raws: list[Any]) -> list[_Element]:
         """As :meth:`_elements`; a fault of ours costs the splice, never the request."""
-        raws = _envelopes(obj)
         for raw in raws:
             hints.refuse_internal(raw)
-        if all(raw is None for raw in raws):
-            return []
         try:
             return await self._elements(manager, obj, raws)
         except Exception:
@@ -144,6 +152,7 @@ class FillRunner:
             if spans:
                 elements.append(
                     _Element(
+                        i,
                         prompt,
                         raw,
                         spans,
@@ -162,7 +171,7 @@ class FillRunner:
         manager: Any,
         obj: GenerateReqInput,
         elements: list[_Element],
-        filling: _Filling,
+        fillings: list[_Filling],
         request: Any,
     ) -> dict[str, Any] | None:
         """Fill every prompt, prompts side by side; returns the last answer of a fill, if any.
@@ -171,7 +180,7 @@ class FillRunner:
         and prefills. Only the client's departure is passed on.
         """
         jobs = [
-            asyncio.ensure_future(self._fill_one(original, manager, obj, element, filling, request))
+            asyncio.ensure_future(self._fill_one(original, manager, obj, element, fillings, request))
             for element in elements
         ]
         try:
@@ -189,27 +198,28 @@ class FillRunner:
         manager: Any,
         obj: GenerateReqInput,
         element: _Element,
-        filling: _Filling,
+        fillings: list[_Filling],
         request: Any,
     ) -> dict[str, Any] | None:
+        filling = fillings[element.index]
         last: dict[str, Any] | None = None
         for span in element.spans:
             if filling.aborted:
                 break
             rid = f"leyline-fill-{uuid.uuid4().hex}"
-            fill = GenerateReqInput(
-                rid=rid,
-                input_ids=element.prompt[: span[1]],
-                sampling_params={"max_new_tokens": 0, "temperature": 0},
-                kv_hints=hints.fill_envelope(element.raw, span),
-                cache_salt=element.cache_salt,
-                extra_key=element.extra_key,
-                lora_path=element.lora_path,
-                priority=obj.priority,
-                routed_dp_rank=obj.routed_dp_rank,
-            )
             filling.fills.add(rid)
             try:
+                fill = GenerateReqInput(
+                    rid=rid,
+                    input_ids=element.prompt[: span[1]],
+                    sampling_params={"max_new_tokens": 0, "temperature": 0},
+                    kv_hints=hints.fill_envelope(element.raw, span),
+                    cache_salt=element.cache_salt,
+                    extra_key=element.extra_key,
+                    lora_path=element.lora_path,
+                    priority=obj.priority,
+                    routed_dp_rank=obj.routed_dp_rank,
+                )
                 async with aclosing(original(manager, fill, request)) as answers:  # type: ignore[type-var]
                     async for answer in answers:
                         last = answer
@@ -221,6 +231,38 @@ class FillRunner:
             finally:
                 filling.fills.discard(rid)
         return last
+
+
+async def _abort_when_sent(manager: Any, rids: list[str]) -> None:
+    """Abort these prompts of a request as soon as the scheduler has them: before, it would not know them."""
+    for rid in rids:
+        while not getattr(manager.rid_to_state.get(rid), "dispatched", False):
+            await asyncio.sleep(0.005)
+        manager.abort_request(rid)
+
+
+def _settle(obj: GenerateReqInput) -> None:
+    """Leave a request that never reached SGLang as it would have: the code after its answer looks at it."""
+    if not hasattr(obj, "is_single"):
+        with suppress(Exception):
+            obj.normalize_batch_and_arguments()
+
+
+def _rids(obj: GenerateReqInput, count: int) -> list[str]:
+    """The ids of a request's prompts. Given here if the client gave none: an abort must find them."""
+    if obj.rid is None:
+        obj.rid = uuid.uuid4().hex if _is_single(obj) else [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(obj.rid, list):
+        return obj.rid
+    return [obj.rid] if _is_single(obj) else [f"{obj.rid}_{i}" for i in range(count)]
+
+
+async def _prompts(manager: Any, obj: GenerateReqInput) -> list[list[int]]:
+    """Token ids of every prompt."""
+    if _is_single(obj):
+        return [await _prompt(manager, obj, 0)]
+    count = len(obj.input_ids if obj.input_ids is not None else obj.text or ())
+    return [await _prompt(manager, obj, i) for i in range(count)]
 
 
 async def _prompt(manager: Any, obj: GenerateReqInput, i: int) -> list[int]:
@@ -250,21 +292,21 @@ def _at(value: Any, i: int) -> Any:
     return (value[i] if i < len(value) else None) if isinstance(value, list) else value
 
 
-def _aborted(obj: GenerateReqInput, elements: list[_Element], last: dict[str, Any] | None) -> Any:
+def _aborted(obj: GenerateReqInput, rids: list[str], lengths: list[int], last: dict[str, Any] | None) -> Any:
     """The answer to a request that was aborted while it was being filled, in the shape of SGLang's own."""
-    meta = dict(last["meta_info"]) if last else {"cached_tokens": 0}
-    meta.pop("leyline", None)
-    meta |= {
+    shared = dict(last["meta_info"]) if last else {"cached_tokens": 0}
+    shared.pop("leyline", None)
+    shared |= {
         "finish_reason": {"type": "abort", "message": "Aborted while its replacements were prefilled"},
-        "prompt_tokens": len(elements[0].prompt),
         "completion_tokens": 0,
     }
-    if isinstance(obj.rid, list):
-        return [
-            {"text": "", "output_ids": [], "meta_info": {**meta, "id": rid}, "index": i}
-            for i, rid in enumerate(obj.rid)
-        ]
-    return {"text": "", "output_ids": [], "meta_info": {**meta, "id": obj.rid}}
+    single = _is_single(obj)
+    answers = []
+    for index, (rid, length) in enumerate(zip(rids, lengths, strict=False)):
+        meta = {**shared, "prompt_tokens": length, "id": rid}
+        answer: dict[str, Any] = {"text": "", "output_ids": [], "meta_info": meta}
+        answers.append(answer if single else answer | {"index": index})
+    return answers[0] if single else answers
 
 
 def _unpacked(answer: Any) -> Any:
