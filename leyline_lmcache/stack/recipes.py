@@ -54,6 +54,12 @@ _MLA: Mapping[str, Any] = {
         "mscale_all_dim": 0.707,
     },
 }
+_GQA: Mapping[str, Any] = {
+    **_COMMON,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "mla": {**_MLA, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32},
@@ -65,7 +71,12 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "qk_nope_head_dim": 64,
             "v_head_dim": 64,
         },
-        "gqa": {**_COMMON, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32},
+        "gqa": _GQA,
+        # Its angles are not the product of a frequency and a position, so keys of it cannot be moved.
+        "gqa-ntk": {
+            **_GQA,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        },
     }
 )
 

@@ -1,7 +1,7 @@
 """A request that ends early, while its replacement is being prefilled: it ends under its own name, and leaks
 nothing.
 
-Prefill goes in steps of 64 tokens, so that a fill of 600 takes a while.
+Prefill goes in steps of 64 tokens, so that a fill of 1200 takes a while.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from reference.rules import Edit
 from leyline_lmcache.stack import Stack
 from leyline_lmcache.stack.client import Client, Generation
 
-from .driver import Twin, edited, envelope, eventually, post_and_hold, tokens, whole_pool
+from .driver import Twin, edited, envelope, eventually, post_and_hold, tokens, whole_pool, written_since
 
-REPLACEMENT = tokens(600, "long replacement")
+REPLACEMENT = tokens(1200, "long replacement")
 EDIT: Edit = (100, 150, REPLACEMENT)
 FOREVER = 1500
 """Tokens asked for by requests that must not live to generate them."""
@@ -42,8 +42,9 @@ def whole_afterwards(client: Client) -> Iterator[None]:
 class Scene:
     """A base and the body of a request that edits it and would then generate for a long time."""
 
-    def __init__(self, client: Client, twin: Twin, seed: object) -> None:
+    def __init__(self, stack: Stack, client: Client, twin: Twin, seed: object) -> None:
         self.client, self.twin = client, twin
+        self._log = stack.logs["sglang"]
         self.base = twin.base(tokens(300, seed), 1)
         self.prompt = edited(self.base.tokens, EDIT) + tokens(9, "tail")
         self.body: dict[str, Any] = Client.request(
@@ -53,10 +54,11 @@ class Scene:
             kv_hints=envelope(self.base.id, EDIT),
         )
         self.generated_before = generated(client)
+        self._written = self._log.stat().st_size
 
     def filling(self) -> None:
-        """Wait until the fill runs."""
-        eventually(lambda: self.client.pool().used > 0, "the fill runs")
+        """Wait until the first of the fill's 19 steps was made: SGLang logs each."""
+        eventually(lambda: "Prefill batch" in written_since(self._log, self._written), "the fill runs")
 
     def cut_short(self) -> None:
         """Nothing runs any more, and not because it had come to its end."""
@@ -65,7 +67,7 @@ class Scene:
 
     def still_works(self) -> None:
         """The same edit, left alone this time, answers like the reference."""
-        self.twin.edit(self.base, [EDIT], tokens(9, "tail"), 3)
+        self.twin.edit(self.base, [EDIT], tokens(9, "tail"), 3, again=True)
 
 
 def generated(client: Client) -> int:
@@ -75,8 +77,8 @@ def generated(client: Client) -> int:
 
 
 @pytest.fixture
-def scene(client: Client, twin: Twin, request: pytest.FixtureRequest) -> Scene:
-    return Scene(client, twin, request.node.name)
+def scene(stack: Stack, client: Client, twin: Twin, request: pytest.FixtureRequest) -> Scene:
+    return Scene(stack, client, twin, request.node.name)
 
 
 @pytest.fixture

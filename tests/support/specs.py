@@ -6,11 +6,14 @@ no longer needed can go. The ``plain`` ones are the same without the plugin, the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 from leyline_lmcache.stack import StackSpec
+from leyline_lmcache.stack.device import CPU_SHIM, detect
 
 # A fixed number of threads: sums over different splits differ in the last bit.
 _BASE = StackSpec(dtype="float32", max_total_tokens=32_768, threads=2)
@@ -18,6 +21,23 @@ _MLA = replace(_BASE, model="mla")
 _GQA = replace(_BASE, model="gqa")
 _TINY = replace(_BASE, model="tiny-mla")
 
+
+def _with_faults() -> dict[str, str]:
+    """Environment of a server whose own code can be made to raise; see faults/leyline_faults.py."""
+    plugins, path = ["leyline", "leyline_faults"], [str(Path(__file__).with_name("faults"))]
+    if detect() == "cpu":
+        plugins, path = [*plugins, "leyline_cpu"], [*path, str(CPU_SHIM)]
+    path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    return {"SGLANG_PLUGINS": ",".join(plugins), "PYTHONPATH": os.pathsep.join(path)}
+
+
+_SMALL = replace(
+    _MLA,
+    max_total_tokens=4096,
+    context_length=3072,
+    chunked_prefill_size=64,
+    leyline={"inplace": "always", "drift_limit": 2},
+)
 # SGLang then checks every slot's owner after each step, and dies of a leak or of a slot freed twice.
 _CHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 
@@ -35,14 +55,9 @@ STACKS: Mapping[str, StackSpec] = MappingProxyType(
         ),
         "stack_tiny_bf16": replace(_TINY, dtype="bfloat16", page_size=16),
         # A pool that is soon full, slots taken over rather than copied, prefill in many steps.
-        "stack_small": replace(
-            _MLA,
-            max_total_tokens=4096,
-            context_length=3072,
-            chunked_prefill_size=64,
-            leyline={"inplace": "always", "drift_limit": 2},
-            env=_CHECKED,
-        ),
+        "stack_small": replace(_SMALL, lmcache=False, env=_CHECKED | _with_faults()),
+        # The same with stores on their way to LMCache, which SGLang's check of owners does not know of.
+        "stack_small_lmcache": _SMALL,
         # Running requests are thrown out again and again, in the middle of their prefill too.
         "stack_gqa_retract": replace(
             _GQA,
@@ -51,5 +66,7 @@ STACKS: Mapping[str, StackSpec] = MappingProxyType(
             chunked_prefill_size=64,
             env=_CHECKED | {"SGLANG_TEST_RETRACT": "1"},
         ),
+        # A model whose keys cannot be moved.
+        "stack_ntk": replace(_BASE, model="gqa-ntk", lmcache=False),
     }
 )
