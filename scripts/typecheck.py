@@ -1,7 +1,7 @@
 """Run ``mypy --strict`` on the package as it is installed.
 
-mypy knows nothing of setuptools' ``package-dir``. So the installed layout is rebuilt from symbolic links below
-``build/typecheck`` and checked there; paths in the messages are turned back into those of the tree.
+mypy knows nothing of setuptools' ``package-dir``. So the installed layout is rebuilt from symbolic links
+below ``build/typecheck`` and checked there; paths in the messages are turned back into those of the tree.
 """
 
 from __future__ import annotations
