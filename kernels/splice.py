@@ -9,9 +9,10 @@ from typing import Literal
 
 import torch
 
+from .job import Job
 from .layout import KVLayout
 from .rope import MAX_SHIFT
-from .torch_rotate import Job, splice_torch
+from .torch_rotate import splice_torch
 
 Backend = Literal["auto", "torch", "triton"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -168,6 +169,28 @@ def test_fp8_saturates(dtype: torch.dtype, pairing: Pairing, backend: str) -> No
     assert got.isfinite().all()
     assert got.abs().max() == top
     assert got.abs().min() < top * 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_every_value_is_coded_and_rounded_like_torch_does(dtype: torch.dtype, backend: str) -> None:
+    """All finite values of the narrow types, turned so that many results lie halfway between two of them."""
+    bits = torch.arange(256 if dtype in FP8 else 65536)
+    stored = bits.to(torch.uint8) if dtype in FP8 else bits.to(torch.uint16)
+    values = stored.view(dtype)
+    values = values[values.float().isfinite()]
+    values = values[: len(values) // 8 * 8].view(-1, 1, 8)
+    rows = torch.cat((values, torch.zeros_like(values)), -1)
+    rows = rows.view(torch.uint8) if dtype in FP8 else rows
+    spec = RopeSpec(16, Pairing.HALVES, (math.acos(0.75),) * 8)
+    cos, sin = (float(t[0]) for t in spec.cos_sin(1))
+    assert cos == 0.75
+    layout = KVLayout.mla([rows], spec, 16, logical_dtype=dtype)
+    slots = torch.arange(len(rows))
+    splice_rows(layout, slots, slots, 1, backend=backend)  # type: ignore[arg-type]
+    got = rows.view(dtype).float()
+    assert torch.equal(got[..., :8], (values.float() * cos).to(dtype).float())
+    assert torch.equal(got[..., 8:], (values.float() * sin).to(dtype).float())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
