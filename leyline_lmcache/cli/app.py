@@ -22,8 +22,8 @@ _HELP = """Edit the middle of an agent's context and keep the KV after it: Leyli
 Example: `leyline up --model tiny-mla --json`
 """
 _EPILOG = (
-    "Exit status: 0 done; 1 could not be done; 2 wrong option; 3 the answer is no (not running, not "
-    "healthy); 70 a fault of the program (LEYLINE_DEBUG=1 shows where); 130 interrupted."
+    "Exit status: 0 done; 1 could not be done; 2 wrong option; 3 the answer is no (not running, contract "
+    "not shown); 70 a fault of the program (LEYLINE_DEBUG=1 shows where); 130 interrupted."
 )
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 

@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     """An option or argument is wrong."""
     NOT_SO = 3
-    """The command worked, and its answer is no: not running, not healthy, contract not held."""
+    """The command worked, and its answer is no: a stack does not run, the contract was not shown."""
     INTERNAL = 70
     """A fault of the program; ``LEYLINE_DEBUG=1`` shows where."""
     INTERRUPTED = 130

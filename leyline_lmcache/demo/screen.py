@@ -21,8 +21,8 @@ _ARM = 10
 _WIDTHS = {"prompt": 6, "hit": 6, "splice": 7, "fill": 5, "new": 5}
 
 EXPLANATION = (
-    "Each turn the agent reads a tool's output, notes what follows from it, and is asked",
-    "for a value. Before it answers, it drops an old output: the one the value came from.",
+    "Each turn the agent reads a tool's output, notes what follows from it, and is",
+    "asked for a value. First it drops an old output: the one the value came from.",
 )
 
 
@@ -114,8 +114,8 @@ _VERDICTS = {
     Verdict.BROKEN: ("bold red", "The contract was broken: an answer of the splice arm left full context's."),
     Verdict.UNMEASURED: (
         "bold yellow",
-        "Every edit was spliced. With random weights answers mean nothing, so whether they\n"
-        "follow full context cannot be told: models/tiny_mla has a trained model.",
+        "Every edit was spliced. With random weights answers mean nothing, so whether\n"
+        "they follow full context cannot be told: models/tiny_mla has a trained model.",
     ),
 }
 

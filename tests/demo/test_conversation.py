@@ -197,6 +197,7 @@ def test_the_screen_has_80_columns() -> None:
     lines += [*screen.total_lines(made), *screen.verdict_lines(made)]
     lines += [*screen.verdict_lines(conversation(served(), trained=False))]
     assert max(len(line) for text in lines for line in text.plain.rstrip().splitlines()) <= 80
+    assert max(map(len, screen.EXPLANATION)) <= 80
     shown = "\n".join(line.plain for line in lines)
     assert "42 ✓" in shown
     assert "some l… ✗" in shown

@@ -1,0 +1,68 @@
+"""Write the table of results in README.md from benchmarks/results; figures are never typed by hand.
+
+python scripts/readme_results.py [--check]
+
+A row whose file or figure is not there is left out. With --check nothing is written; the status is 1 if the
+table is not what the files say.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+BEGIN, END = "<!-- results: python scripts/readme_results.py -->", "<!-- end of results -->"
+
+# Benchmark, value (figures of its summary in braces), what it is, what is aimed at.
+ROWS = (
+    ("contract", "{splice_equals_full} of {cases}", "cases in which splice answers like full context", "all"),
+    ("contract", "{reprefill_equals_full} of {cases}", "cases in which re-prefill does", "none"),
+    ("edit_latency", "{edited_over_hit_2k}", "edited request over a full prefix hit, 2 k tokens", ""),
+    ("edit_latency", "{edited_over_hit_8k}", "the same, 8 k tokens", "1.1"),
+    ("edit_latency", "{edited_over_reprefill_2k}", "edited request over re-prefill, 2 k tokens", ""),
+    ("edit_latency", "{edited_over_reprefill_8k}", "the same, 8 k tokens", ""),
+    ("core", "{compose_plan_ms}", "ms to apply and plan 32 edits of 128 k tokens", "1"),
+    ("core", "{growth_16x_tokens}", "time of that at 16 times the tokens over time at one", "about 1"),
+    ("kernel", "{fraction_of_copy_bandwidth}", "splice over a plain copy of as many bytes", "0.5, GPU 0.85"),
+)
+
+
+def table() -> str:
+    """The table as Markdown, from the files there are."""
+    lines = ["| benchmark | figure | value | aim | measured on |", "|---|---|---|---|---|"]
+    for name, shown, what, aim in ROWS:
+        file = ROOT / "benchmarks" / "results" / f"{name}.json"
+        found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+        try:
+            value = shown.format_map(found.get("summary", {}))
+        except KeyError:
+            continue
+        environment = found.get("environment", {})
+        machine = environment.get("gpu") or f"{environment.get('cpu_count', '?')} CPU cores"
+        lines.append(f"| `{name}` | {what} | {value} | {aim} | {machine} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Rewrite (or check) what stands between the two marks."""
+    text = README.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        print(f"README.md: expected the marks {BEGIN} and {END}", file=sys.stderr)
+        return 1
+    wanted = f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    if "--check" in sys.argv[1:]:
+        if wanted != text:
+            print("README.md: the table is not what benchmarks/results says", file=sys.stderr)
+        return int(wanted != text)
+    README.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
