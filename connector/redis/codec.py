@@ -2,7 +2,7 @@
 
     4 bytes   "LEY" and the schema version
     2 bytes   length of the map, big endian
-    map       msgpack: {"n": payload bytes, "c": checksum, "k": key digest, "m": model}
+    map       msgpack: {"n": payload length, "c": checksum, "k": key digest, "m": model}
     payload   the KV bytes as they are
 
 A reader knows from the header alone whether the value is ours, whole, and the one it asked for; the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgpack
 import xxhash
@@ -27,7 +28,8 @@ MAX_MODEL_CHARS = 512
 MAX_VALUE_BYTES = 512 * 1024 * 1024
 """Longest value Redis takes unless its ``proto-max-bulk-len`` says otherwise."""
 
-_FIELDS = {"n": int, "c": int, "k": bytes, "m": str}
+CHECKSUM_BYTES = KEY_BYTES = 8
+_FIELDS = {"n": int, "c": bytes, "k": bytes, "m": str}
 
 
 class ValueFault(Exception):
@@ -53,30 +55,67 @@ class Header:
 
     Attributes:
         length: of the payload in bytes.
-        checksum: xxh3-64 of the payload.
+        checksum: xxh3-64 of the payload, 8 bytes.
         key: digest of the key it was written under.
         model: identity of the model that computed it; of a record, its kind.
     """
 
     length: int
-    checksum: int
+    checksum: bytes
     key: bytes
     model: str
 
 
-def checksum(payload: bytes | memoryview) -> int:
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The header of all values of one length and model: only the checksum and the key differ.
+
+    So writing one is joining five pieces, and reading one is comparing it with what it must be.
+    """
+
+    before: bytes
+    between: bytes
+    after: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of preamble and map."""
+        return len(self.before) + CHECKSUM_BYTES + len(self.between) + KEY_BYTES + len(self.after)
+
+    def fill(self, checksum: bytes, key: bytes) -> bytes:
+        """Preamble and map."""
+        return b"".join((self.before, checksum, self.between, key, self.after))
+
+    def match(self, head: bytes, key: bytes) -> bytes | None:
+        """The checksum in `head` if all else is as it must be, else None."""
+        start = len(self.before)
+        found = head[start : start + CHECKSUM_BYTES]
+        return found if head == self.fill(found, key) else None
+
+
+def checksum(payload: bytes | memoryview) -> bytes:
     """xxh3-64 of the payload."""
-    value: int = xxhash.xxh3_64_intdigest(payload)
+    value: bytes = xxhash.xxh3_64_digest(payload)
     return value
+
+
+@lru_cache(maxsize=1024)
+def template(length: int, model: str) -> Template:
+    """Raises ValueError if the model's name is too long."""
+    if len(model) > MAX_MODEL_CHARS:
+        raise ValueError(f"model: at most {MAX_MODEL_CHARS} characters, got {len(model)}")
+    pack = msgpack.packb
+    # A map of four pairs, written out, so that the places of the two that vary are known.
+    before = bytes([0x84]) + pack("n") + pack(length) + pack("c") + bytes([0xC4, CHECKSUM_BYTES])
+    between = pack("k") + bytes([0xC4, KEY_BYTES])
+    after = pack("m") + pack(model)
+    size = len(before) + CHECKSUM_BYTES + len(between) + KEY_BYTES + len(after)
+    return Template(PREAMBLE.pack(MAGIC, size) + before, between, after)
 
 
 def encode_header(header: Header) -> bytes:
     """Preamble and map. Raises ValueError if the model's name is too long."""
-    if len(header.model) > MAX_MODEL_CHARS:
-        raise ValueError(f"model: at most {MAX_MODEL_CHARS} characters, got {len(header.model)}")
-    fields = {"n": header.length, "c": header.checksum, "k": header.key, "m": header.model}
-    packed: bytes = msgpack.packb(fields)
-    return PREAMBLE.pack(MAGIC, len(packed)) + packed
+    return template(header.length, header.model).fill(header.checksum, header.key)
 
 
 def header_length(preamble: bytes) -> int:
@@ -93,8 +132,18 @@ def header_length(preamble: bytes) -> int:
     return int(length)
 
 
-def decode_header(packed: bytes) -> Header:
-    """The map. Raises ValueFault naming the field."""
+def decode_header(packed: bytes, size: int | None = None) -> Header:
+    """The map.
+
+    Args:
+        packed: its bytes.
+        size: how many there must be, by the preamble.
+
+    Raises:
+        ValueFault: naming the field.
+    """
+    if size is not None and len(packed) != size:
+        raise ValueFault(Outcome.SHORT, f"header: expected {size} bytes, got {len(packed)}")
     try:
         raw = msgpack.unpackb(packed, raw=False, strict_map_key=True)
     except Exception as error:
@@ -109,6 +158,9 @@ def decode_header(packed: bytes) -> Header:
         raise ValueFault(Outcome.CORRUPT, f"header: expected the fields {', '.join(_FIELDS)}, got {len(raw)}")
     if raw["n"] < 0:
         raise ValueFault(Outcome.CORRUPT, "n: expected a length, got a negative number")
+    for name, size in (("c", CHECKSUM_BYTES), ("k", KEY_BYTES)):
+        if len(raw[name]) != size:
+            raise ValueFault(Outcome.CORRUPT, f"{name}: expected {size} bytes, got {len(raw[name])}")
     return Header(raw["n"], raw["c"], raw["k"], raw["m"])
 
 
@@ -127,8 +179,9 @@ def pack(payload: bytes, key: bytes, model: str) -> bytes:
 
 def unpack(value: bytes, key: bytes, model: str) -> bytes:
     """The payload of a small value. Raises ValueFault."""
-    start = PREAMBLE.size + header_length(value[: PREAMBLE.size])
-    header = decode_header(value[PREAMBLE.size : start])
+    size = header_length(value[: PREAMBLE.size])
+    start = PREAMBLE.size + size
+    header = decode_header(value[PREAMBLE.size : start], size)
     check_header(header, key, model)
     payload = value[start:]
     if len(payload) != header.length:

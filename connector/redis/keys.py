@@ -91,10 +91,6 @@ class KeySchema:
         chosen = "*" if model is None else _quoted(model)
         return f"{self._root}kv:{chosen}:{self._identity}:*".encode()
 
-    def digest(self, key: KVKey) -> bytes:
-        """Eight bytes that stand for the whole key in a value's header."""
-        return blake2b(self.kv(key), digest_size=8).digest()
-
     def meta(self, family: str, kind: str, name: str) -> bytes:
         """The key of a record."""
         return f"{self._root}meta:{{{_quoted(family)}}}:{_quoted(kind)}:{_quoted(name)}".encode()
@@ -115,6 +111,11 @@ class KeySchema:
         except UnicodeDecodeError:
             return None
         return (family, kind, name) if self.meta(family, kind, name) == raw else None
+
+
+def digest(raw: bytes) -> bytes:
+    """Eight bytes that stand for a whole key in its value's header."""
+    return blake2b(raw, digest_size=8).digest()
 
 
 @lru_cache(maxsize=4096)

@@ -14,14 +14,13 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, Protocol
 
 from redis.exceptions import ResponseError
 
 from .client import FAILURES, REDIRECTS, RedisClient, outcome_of
 from .codec import ValueFault, pack, unpack
-from .keys import KeySchema
+from .keys import KeySchema, digest
 from .options import RedisOptions
 from .outcome import Counters, Outcome, StorageError
 from .wire import Deadline, Wire
@@ -232,7 +231,7 @@ class RedisMetadata:
     def _decode(self, family: str, name: Name, key: bytes, value: bytes) -> tuple[Record, int]:
         """The record, and its TTL in seconds (0: none)."""
         try:
-            payload = unpack(value, _digest(key), name[0])
+            payload = unpack(value, digest(key), name[0])
             if len(payload) < _HEAD.size:
                 raise ValueFault(Outcome.SHORT, f"record: expected at least {_HEAD.size} bytes")
         except ValueFault as fault:
@@ -312,14 +311,10 @@ class RedisMetadata:
         return Deadline(self._options.task_timeout)
 
 
-def _digest(key: bytes) -> bytes:
-    return blake2b(key, digest_size=8).digest()
-
-
 def _encode(name: Name, key: bytes, body: bytes, revision: bytes, life: int | None) -> bytes:
     if len(body) > MAX_RECORD_BYTES:
         raise ValueError(f"body: at most {MAX_RECORD_BYTES} bytes, got {len(body)}")
-    return pack(_HEAD.pack(revision, life or 0) + body, _digest(key), name[0])
+    return pack(_HEAD.pack(revision, life or 0) + body, digest(key), name[0])
 
 
 def open_metadata(options: RedisOptions | None) -> MetadataStore:

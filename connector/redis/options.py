@@ -57,7 +57,7 @@ class RedisOptions:
         username: ACL user; none: the default user.
         password: see `PasswordSource`; given as ``password_file`` or ``password_env``.
         sentinel_username, sentinel_password: the same for the sentinels themselves.
-        client_name: shown by ``CLIENT LIST``.
+        client_name: shown by ``CLIENT LIST``; none for an ACL user without ``client|setname``.
         ssl, ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_cert_reqs, ssl_check_hostname, ssl_min_version: TLS,
             also towards sentinels.
         socket_timeout: seconds without a single byte after which a connection is given up.
@@ -90,7 +90,7 @@ class RedisOptions:
     password: PasswordSource = field(default_factory=PasswordSource)
     sentinel_username: str | None = None
     sentinel_password: PasswordSource = field(default_factory=PasswordSource)
-    client_name: str = "leyline"
+    client_name: str | None = "leyline"
     ssl: bool = False
     ssl_ca_certs: str | None = None
     ssl_certfile: str | None = None
@@ -113,7 +113,7 @@ class RedisOptions:
     model_identity: str = ""
     ttl: int | None = None
     metadata_ttl: int | None = 7 * 24 * 3600
-    pipeline_bytes: int = 2 * 1024 * 1024
+    pipeline_bytes: int = 512 * 1024
     verify_checksum: bool = True
 
     @classmethod
@@ -399,7 +399,7 @@ _READERS: dict[str, Callable[[str, object], Any]] = {
     "sentinel_username": _text,
     "sentinel_password_file": _secret_file,
     "sentinel_password_env": _variable,
-    "client_name": _prefix,
+    "client_name": _or_none(_prefix),
     "ssl": _flag,
     "ssl_ca_certs": _or_none(_file),
     "ssl_certfile": _or_none(_file),

@@ -22,6 +22,7 @@ from redis.exceptions import ResponseError
 
 from .client import FAILURES, REDIRECTS, RedisClient, outcome_of, outcome_of_line
 from .codec import (
+    MAX_HEADER_BYTES,
     MAX_VALUE_BYTES,
     PREAMBLE,
     Header,
@@ -29,10 +30,10 @@ from .codec import (
     check_header,
     checksum,
     decode_header,
-    encode_header,
     header_length,
+    template,
 )
-from .keys import KeySchema, KVKey
+from .keys import KeySchema, KVKey, digest
 from .options import RedisOptions
 from .outcome import Counters, Outcome, StorageError
 from .wire import Bulk, Deadline, TaskTimeout, Wire, pack
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 KVItem = tuple[KVKey, memoryview]
 
+_MOST_PAYLOAD = MAX_VALUE_BYTES - MAX_HEADER_BYTES - PREAMBLE.size
 _VERIFY_BYTES = 1 << 20
 _SCAN_COUNT = 512
 # One warning for each kind of fault in this time; the counters have them all.
@@ -132,8 +134,10 @@ class RedisKVStore:
             if not gate.admits():
                 call.settle(todo, gate.reason)
                 return
-            fitting = [i for i in todo if len(items[i][1]) <= MAX_VALUE_BYTES - 8192]
-            call.settle([i for i in todo if i not in set(fitting)], Outcome.TOO_LARGE)
+            fitting = [i for i in todo if len(items[i][1]) <= _MOST_PAYLOAD]
+            if len(fitting) < len(todo):
+                large = set(todo).difference(fitting)
+                call.settle([i for i in todo if i in large], Outcome.TOO_LARGE)
             replies: list[bytes] = []
             try:
                 wire.put((self._set_command(items[i], raws[i]) for i in fitting), replies)
@@ -144,8 +148,7 @@ class RedisKVStore:
 
         def again(i: int) -> Outcome:
             # A slot that moves: redis-py follows the redirection, at the price of a copy.
-            key, view = items[i]
-            value = self._header(key, view) + bytes(view)
+            value = self.encode(*items[i])
             expire = () if self._options.ttl is None else ("EX", self._options.ttl)
             self.client.execute("SET", raws[i], value, *expire)
             return Outcome.OK
@@ -180,7 +183,7 @@ class RedisKVStore:
         raws = [self.schema.kv(key) for key, _ in items]
 
         def take(i: int, bulk: Bulk) -> None:
-            self._receive(bulk, *items[i])
+            self._receive(bulk, *items[i], raws[i])
 
         outcomes = self._fetch("load", raws, [len(view) for _, view in items], take, deadline)
         damaged = [
@@ -197,13 +200,13 @@ class RedisKVStore:
         scratch = memoryview(bytearray(_VERIFY_BYTES))
 
         def take(i: int, bulk: Bulk) -> None:
-            header = self._read_header(bulk, keys[i])
-            digest = xxhash.xxh3_64()
+            header = self._read_header(bulk, keys[i], raws[i])
+            summed = xxhash.xxh3_64()
             while bulk.left:
                 part = scratch[: min(bulk.left, len(scratch))]
                 bulk.into(part)
-                digest.update(part)
-            if digest.intdigest() != header.checksum:
+                summed.update(part)
+            if summed.digest() != header.checksum:
                 raise ValueFault(Outcome.CORRUPT, "c: the checksum differs")
 
         return self._fetch("verify", raws, [_VERIFY_BYTES] * len(keys), take, deadline)
@@ -274,15 +277,19 @@ class RedisKVStore:
 
     # -- one value -----------------------------------------------------------------------------
 
-    def _header(self, key: KVKey, view: memoryview) -> bytes:
-        return encode_header(Header(len(view), checksum(view), self.schema.digest(key), self._model(key)))
+    def encode(self, key: KVKey, view: memoryview) -> bytes:
+        """A block's value as it lies in Redis; a copy."""
+        return self._header(key, view, self.schema.kv(key)) + bytes(view)
+
+    def _header(self, key: KVKey, view: memoryview, raw: bytes) -> bytes:
+        return template(len(view), self._model(key)).fill(checksum(view), digest(raw))
 
     def _model(self, key: KVKey) -> str:
         return f"{key.model}|{self.schema.identity}" if self.schema.identity else key.model
 
     def _set_command(self, item: KVItem, raw: bytes) -> tuple[bytes, memoryview, bytes]:
         key, view = item
-        header = self._header(key, view)
+        header = self._header(key, view, raw)
         before = b"*%d\r\n$3\r\nSET\r\n%b$%d\r\n%b" % (
             5 if self._expire else 3,
             _bulk(raw),
@@ -291,26 +298,36 @@ class RedisKVStore:
         )
         return before, view, self._expire or b"\r\n"
 
-    def _read_header(self, bulk: Bulk, key: KVKey) -> Header:
-        header = decode_header(bulk.read(header_length(bulk.read(PREAMBLE.size))))
-        check_header(header, self.schema.digest(key), self._model(key))
+    def _receive(self, bulk: Bulk, key: KVKey, view: memoryview, raw: bytes) -> None:
+        expected = template(len(view), self._model(key))
+        if bulk.left != expected.size + len(view):
+            raise self._fault(bulk, key, view, raw)
+        summed = expected.match(head := bulk.read(expected.size), digest(raw))
+        if summed is None:
+            raise self._fault(_Whole(head, bulk.left), key, view, raw)
+        bulk.into(view)
+        if self._options.verify_checksum and checksum(view) != summed:
+            raise ValueFault(Outcome.CORRUPT, "c: the checksum differs")
+
+    def _fault(self, bulk: Bulk, key: KVKey, view: memoryview, raw: bytes) -> ValueFault:
+        """What is wrong with a value whose head is not as it must be."""
+        try:
+            header = self._read_header(bulk, key, raw)
+        except ValueFault as fault:
+            return fault
+        # Whole, but of another layout: somebody else's, under a name that should tell the two apart.
+        detail = f"n: the block has {len(view)} bytes, the value {header.length}; see model_identity"
+        return ValueFault(Outcome.FOREIGN, detail)
+
+    def _read_header(self, bulk: Bulk, key: KVKey, raw: bytes) -> Header:
+        size = header_length(bulk.read(PREAMBLE.size))
+        header = decode_header(bulk.read(size), size)
+        check_header(header, digest(raw), self._model(key))
         if header.length != bulk.left:
             raise ValueFault(
                 Outcome.SHORT, f"n: the header says {header.length} bytes, there are {bulk.left}"
             )
         return header
-
-    def _receive(self, bulk: Bulk, key: KVKey, view: memoryview) -> None:
-        header = self._read_header(bulk, key)
-        if header.length != len(view):
-            # Whole, but of another layout: somebody else's, under a name that should tell the two apart.
-            raise ValueFault(
-                Outcome.FOREIGN,
-                f"n: the block has {len(view)} bytes, the value {header.length}; see model_identity",
-            )
-        bulk.into(view)
-        if self._options.verify_checksum and checksum(view) != header.checksum:
-            raise ValueFault(Outcome.CORRUPT, "c: the checksum differs")
 
     # -- many keys over nodes, connections and attempts ----------------------------------------
 
@@ -517,18 +534,23 @@ class _Call:
 
 
 class _Whole(Bulk):
-    """A value that came as one piece, for the redirected few."""
+    """A value, or its beginning, that is here already: of the redirected few, and of those with a fault."""
 
-    __slots__ = ("_value",)
+    __slots__ = ("_position", "_value")
 
-    def __init__(self, value: bytes) -> None:
+    def __init__(self, value: bytes, beyond: int = 0) -> None:
         self._value = memoryview(value)
-        self.left = len(value)
+        self._position = 0
+        self.left = len(value) + beyond
+
+    def read(self, count: int) -> bytes:
+        start = self._position
+        self._position += min(count, self.left)
+        self.left -= min(count, self.left)
+        return bytes(self._value[start : self._position])
 
     def into(self, view: memoryview) -> None:
-        start = len(self._value) - self.left
-        view[:] = self._value[start : start + len(view)]
-        self.left -= len(view)
+        view[:] = self.read(len(view))
 
 
 class _Cursor:

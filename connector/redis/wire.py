@@ -28,6 +28,8 @@ _BUFFER_BYTES = 4096
 _SKIP_BYTES = 1 << 16
 # Skipping more than this to save a connection is not worth its time.
 _MOST_SKIPPED = 64 << 20
+# Bytes of small values that leave in one send.
+_BATCH_BYTES = 1 << 19
 # Linux takes 1024 buffers in one gathering send.
 _MOST_BUFFERS = 768
 
@@ -73,14 +75,14 @@ class Bulk:
 
     def read(self, count: int) -> bytes:
         """The next `count` bytes, fewer at the value's end. For small counts."""
-        data = bytearray(min(count, self.left))
-        self.into(memoryview(data))
-        return bytes(data)
+        count = min(count, self.left)
+        self.left -= count
+        return self._wire.take(count)
 
     def into(self, view: memoryview) -> None:
         """Fill `view`, which must not be longer than what is left."""
-        self._wire.receive(view)
         self.left -= len(view)
+        self._wire.receive(view, with_end=not self.left)
 
     def skip(self) -> None:
         """Drop the rest, so that the connection can go on with the next reply."""
@@ -109,7 +111,6 @@ class Wire:
         self._stall_s = stall_s
         self._window = window
         self._is_tls = isinstance(self._socket, ssl.SSLSocket)
-        self._whole = 0 if self._is_tls else socket.MSG_WAITALL
         self._buffer = bytearray(_BUFFER_BYTES)
         self._memory = memoryview(self._buffer)
         self._start = 0
@@ -142,25 +143,25 @@ class Wire:
             replies: gets the line of each reply, in order, as they arrive: also of those before an exception.
         """
         self._begin()
-        batches: deque[int] = deque()
-        buffers: list[Buffer] = []
-        size = count = 0
+        under_way: deque[int] = deque()
+        batch: list[Buffer] = []
+        size = total = unsent = 0
         for before, payload, after in commands:
-            buffers += (before, payload, after)
+            batch += (before, payload, after)
+            under_way.append(len(payload))
+            total += len(payload)
             size += len(payload)
-            count += 1
-            if 2 * size >= self._window or len(buffers) >= _MOST_BUFFERS:
-                self._send(buffers)
-                batches.append(count)
-                buffers, size, count = [], 0, 0
-                if len(batches) > 1:
-                    replies.extend(self._line() for _ in range(batches.popleft()))
-        if buffers:
-            self._send(buffers)
-            batches.append(count)
-        for batch in batches:
-            for _ in range(batch):
+            unsent += 1
+            if size >= _BATCH_BYTES or len(batch) >= _MOST_BUFFERS:
+                self._send(batch)
+                batch, size, unsent = [], 0, 0
+            while total > self._window and len(under_way) - unsent > 1:
                 replies.append(self._line())
+                total -= under_way.popleft()
+        if batch:
+            self._send(batch)
+        for _ in under_way:
+            replies.append(self._line())
         self._end()
 
     def fetch(
@@ -175,25 +176,23 @@ class Wire:
             commands: packed.
             sizes: expected length of each value.
             take: called with the index and the value, None if there is none, or the line of an error
-                reply. It
-                need not read the value to its end.
+                reply. It need not read the value to its end.
         """
         self._begin()
         count = len(commands)
         sent = under_way = 0
         for index in range(count):
-            batch = []
-            # Two at least: Redis prepares one reply while the other is received.
-            while sent < count and (under_way < self._window or sent < index + 2):
-                batch.append(commands[sent])
-                under_way += sizes[sent]
-                sent += 1
-            if batch:
-                self._send([b"".join(batch)])
+            # Two at least: Redis prepares one reply while the other is received. Small ones in groups.
+            if sent < count and (sent < index + 2 or 2 * under_way <= self._window):
+                first = sent
+                while sent < count and (under_way < self._window or sent < index + 2):
+                    under_way += sizes[sent]
+                    sent += 1
+                self._send([b"".join(commands[first:sent])])
             line = self._line()
             under_way -= sizes[index]
             if line[:1] == b"$":
-                length = int(line[1:])
+                length = _number(line[1:])
                 if length < 0:
                     take(index, None)
                     continue
@@ -208,14 +207,35 @@ class Wire:
                 raise InvalidResponse("expected a value")
         self._end()
 
-    def receive(self, view: memoryview) -> None:
-        """Fill `view` from the connection."""
+    def take(self, count: int) -> bytes:
+        """The next `count` bytes, at most those of a header."""
+        if count > _BUFFER_BYTES:
+            raise InvalidResponse(f"a header of {count} bytes is too long")
+        while self._stop - self._start < count:
+            self._fill()
+        start = self._start
+        self._start += count
+        return bytes(self._memory[start : self._start])
+
+    def receive(self, view: memoryview, with_end: bool = False) -> None:
+        """Fill `view` from the connection.
+
+        Args:
+            view: where to.
+            with_end: the two bytes after a value follow; they are fetched along.
+        """
         ready = min(len(view), self._stop - self._start)
         if ready:
             view[:ready] = self._memory[self._start : self._start + ready]
             self._start += ready
         while ready < len(view):
-            ready += self._receive_into(view[ready:], self._whole)
+            if with_end and not self._is_tls:
+                # The buffer is empty here, or the view would have got more from it.
+                got = self._receive_into([view[ready:], self._memory[:2]])
+                self._start, self._stop = 0, max(0, got - (len(view) - ready))
+            else:
+                got = self._receive_into([view[ready:]])
+            ready += got
 
     # -- socket --------------------------------------------------------------------------------
 
@@ -275,14 +295,13 @@ class Wire:
         except OSError as error:
             raise RedisConnectionError(f"the connection broke while sending: {error.strerror}") from None
 
-    def _receive_into(self, view: memoryview, flags: int = 0) -> int:
+    def _receive_into(self, views: list[memoryview], whole: bool = True) -> int:
         self._deadline.check()
         try:
-            got = (
-                self._socket.recv_into(view)
-                if self._is_tls
-                else self._socket.recv_into(view, len(view), flags)
-            )
+            if self._is_tls:
+                got = self._socket.recv_into(views[0])
+            else:
+                got = self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL if whole else 0)[0]
         except (TimeoutError, BlockingIOError):
             raise RedisTimeoutError("Redis sends no bytes") from None
         except OSError as error:
@@ -299,15 +318,26 @@ class Wire:
                 line = bytes(self._memory[self._start : found])
                 self._start = found + 2
                 return line
-            if self._start == self._stop:
-                self._start = self._stop = 0
-            elif self._stop == _BUFFER_BYTES:
-                if not self._start:
-                    raise InvalidResponse("a reply's first line is too long")
-                kept = self._stop - self._start
-                self._buffer[:kept] = self._buffer[self._start : self._stop]
-                self._start, self._stop = 0, kept
-            self._stop += self._receive_into(self._memory[self._stop :])
+            self._fill()
+
+    def _fill(self) -> None:
+        """Get more into the buffer."""
+        if self._start == self._stop:
+            self._start = self._stop = 0
+        elif self._start:
+            kept = self._stop - self._start
+            self._buffer[:kept] = self._buffer[self._start : self._stop]
+            self._start, self._stop = 0, kept
+        elif self._stop == _BUFFER_BYTES:
+            raise InvalidResponse("a reply's first line is too long")
+        self._stop += self._receive_into([self._memory[self._stop :]], whole=False)
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidResponse("expected a length") from None
 
 
 def _after(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:
