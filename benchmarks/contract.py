@@ -1,0 +1,298 @@
+"""The contract of AMORTIZE on a trained model, on the real server: a splice answers like full context.
+
+Every case is asked in two forms (the question after the edit; cached before it) and three arms (full context,
+re-prefill of the edited text, splice). See _contract.py for what the cases are and why the second form is
+there.
+
+    python benchmarks/contract.py                    the plan below
+    python benchmarks/contract.py --full             every dtype, page size and endpoint, all cases
+    python benchmarks/contract.py --dtype bfloat16 --page-size 16 --endpoint chat --cases 40
+
+Plan: all cases on ``/generate`` for each dtype and page size; on the other endpoints, and with all arms in
+one cache, a fourth of them, spread over all kinds.
+
+``cached`` is the part of the prompt's tokens that SGLang found in its cache; ``filled`` the part among them
+that the plugin had it prefill, just before, for the replacements. Arms that do not share a cache find
+nothing there but their own base; what an ordinary prefix cache keeps of an edited prompt shows in the
+one-cache setting.
+
+With ``page_size`` above 1 whole pages are prefilled for a replacement, and only whole pages are found
+again, so tokens beside an edit are computed again from the edited text. A fact that stands wholly in such
+tokens is lost, as it should be; ``fact_kept`` counts the cases whose fact was kept, in which the contract
+binds. Short prompts that keep no whole page fall back (``below_min_reuse``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from _common import Figure, finish, print_table
+from _contract import MIN_REUSE, Arm, Case, Endpoint, Form, Outcome, load_cases, run_cases
+
+from leyline_lmcache.stack import Stack, StackSpec
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+PAGE_SIZES = (1, 16, 64)
+FEWER = 40
+"""Cases asked where not all are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the plan: what is asked of one server.
+
+    Attributes:
+        cases: how many; all of them are the default.
+        isolated: as in `run_cases`.
+    """
+
+    dtype: str
+    page_size: int
+    endpoint: Endpoint
+    cases: int | None = None
+    isolated: bool = True
+
+    @property
+    def name(self) -> str:
+        """As in the summary's keys."""
+        together = "" if self.isolated else "_one_cache"
+        return f"{DTYPES[self.dtype]}_page{self.page_size}_{self.endpoint}{together}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Counts over the cases of one setting and form; ``bound``: spliced, with the fact in kept KV."""
+
+    setting: Setting
+    form: Form
+    cases: int
+    spliced: int
+    fact_kept: int
+    splice_equals_full: int
+    splice_equals_full_bound: int
+    reprefill_equals_full: int
+    splice_equals_expected: int
+    full_equals_expected: int
+    cached_splice: float
+    cached_reprefill: float
+    filled_splice: float | None
+    fallbacks: dict[str, int]
+
+    @classmethod
+    def of(cls, setting: Setting, form: Form, outcomes: Sequence[Outcome]) -> Tally:
+        """Count."""
+        bound = [each for each in outcomes if each.is_spliced and each.fact_kept]
+        reasons = Counter(each.reason or each.outcome for each in outcomes if not each.is_spliced)
+        return cls(
+            setting,
+            form,
+            cases=len(outcomes),
+            spliced=sum(each.is_spliced for each in outcomes),
+            fact_kept=len(bound),
+            splice_equals_full=sum(each.same(Arm.SPLICE) for each in outcomes),
+            splice_equals_full_bound=sum(each.same(Arm.SPLICE) for each in bound),
+            reprefill_equals_full=sum(each.same(Arm.REPREFILL) for each in outcomes),
+            splice_equals_expected=sum(each.is_right for each in outcomes),
+            full_equals_expected=sum(each.replies[Arm.FULL].answer == each.expected for each in outcomes),
+            cached_splice=_cached(outcomes, Arm.SPLICE),
+            cached_reprefill=_cached(outcomes, Arm.REPREFILL),
+            filled_splice=_filled(outcomes),
+            fallbacks=dict(reasons),
+        )
+
+    @property
+    def holds(self) -> bool:
+        """The contract: wherever it binds the splice follows full context, and a re-prefill never does.
+
+        With pages of one token it binds everywhere.
+        """
+        everywhere = self.setting.page_size > 1 or self.fact_kept == self.cases
+        follows = self.splice_equals_full_bound == self.fact_kept
+        return everywhere and follows and not self.reprefill_equals_full
+
+
+def _cached(outcomes: Sequence[Outcome], arm: Arm) -> float:
+    replies = [each.replies[arm] for each in outcomes]
+    return sum(each.cached_tokens for each in replies) / sum(each.prompt_tokens for each in replies)
+
+
+def _filled(outcomes: Sequence[Outcome]) -> float | None:
+    replies = [each.replies[Arm.SPLICE] for each in outcomes]
+    if any(each.report is None for each in replies):
+        return None
+    return sum((each.report or {})["filled"] for each in replies) / sum(
+        each.prompt_tokens for each in replies
+    )
+
+
+def default_plan() -> list[Setting]:
+    """All cases where it matters most, fewer where only the way in or the rounding differs."""
+    plan = [Setting(dtype, page_size, Endpoint.GENERATE) for dtype in DTYPES for page_size in PAGE_SIZES]
+    others = [endpoint for endpoint in Endpoint if endpoint is not Endpoint.GENERATE]
+    plan += [Setting("float32", 1, endpoint, FEWER) for endpoint in others]
+    plan += [Setting("bfloat16", 16, endpoint, FEWER) for endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT)]
+    plan.append(Setting("float32", 1, Endpoint.GENERATE, FEWER, isolated=False))
+    return plan
+
+
+def chosen_plan(options: argparse.Namespace) -> list[Setting]:
+    """The product of what the options name, or of everything."""
+    return [
+        Setting(dtype, page_size, Endpoint(endpoint), options.cases)
+        for dtype in options.dtype or (DTYPES if options.full else ("float32",))
+        for page_size in options.page_size or (PAGE_SIZES if options.full else (1,))
+        for endpoint in options.endpoint or (list(Endpoint) if options.full else (Endpoint.GENERATE,))
+    ]
+
+
+def measure(plan: Sequence[Setting], options: argparse.Namespace) -> list[tuple[Tally, list[Outcome]]]:
+    """Start one server per dtype and page size and ask it all that the plan has for it."""
+    found = []
+    for dtype, page_size in dict.fromkeys((each.dtype, each.page_size) for each in plan):
+        spec = StackSpec(
+            model="tiny-mla",
+            dtype=dtype,
+            page_size=page_size,
+            max_total_tokens=65_536,
+            threads=options.threads,
+            lmcache=not options.no_lmcache,
+            leyline={"min_reuse": MIN_REUSE},
+        )
+        with Stack(spec) as stack:
+            for setting in plan:
+                if (setting.dtype, setting.page_size) != (dtype, page_size):
+                    continue
+                cases = load_cases(setting.cases)
+                outcomes = run_cases(
+                    stack,
+                    cases,
+                    list(Form),
+                    setting.endpoint,
+                    isolated=setting.isolated,
+                    workers=options.workers,
+                    run=setting.name,
+                )
+                for form in Form:
+                    part = [each for each in outcomes if each.form is form]
+                    found.append((Tally.of(setting, form, part), part))
+                print(f"{setting.name}: {len(outcomes)} comparisons", file=sys.stderr, flush=True)
+    return found
+
+
+def summary(tallies: Sequence[Tally], cases: Sequence[Case]) -> dict[str, Figure]:
+    """Flat figures. Counts are of cases; the first three are those of the worst setting that asked all
+    cases with pages of one token, in the worst form.
+    """
+    whole = [each for each in tallies if each.setting.page_size == 1 and each.cases == len(cases)]
+    figures: dict[str, Figure] = {
+        "cases": len(cases) if whole else max(each.cases for each in tallies),
+        "splice_equals_full": min((each.splice_equals_full for each in whole or tallies), default=None),
+        "reprefill_equals_full": max((each.reprefill_equals_full for each in whole or tallies), default=None),
+        "comparisons": sum(each.cases for each in tallies),
+        "contract_holds": all(each.holds for each in tallies),
+    }
+    for each in tallies:
+        key = f"{each.setting.name}_{each.form}"
+        figures |= {
+            f"{key}_cases": each.cases,
+            f"{key}_spliced": each.spliced,
+            f"{key}_fact_kept": each.fact_kept,
+            f"{key}_splice_equals_full": each.splice_equals_full,
+            f"{key}_splice_equals_full_where_fact_kept": each.splice_equals_full_bound,
+            f"{key}_reprefill_equals_full": each.reprefill_equals_full,
+            f"{key}_splice_equals_expected": each.splice_equals_expected,
+            f"{key}_full_equals_expected": each.full_equals_expected,
+            f"{key}_cached_splice": round(each.cached_splice, 4),
+            f"{key}_cached_reprefill": round(each.cached_reprefill, 4),
+            f"{key}_filled_splice": None if each.filled_splice is None else round(each.filled_splice, 4),
+        }
+        figures |= {f"{key}_fallback_{reason}": count for reason, count in each.fallbacks.items()}
+    return figures
+
+
+def details(found: Sequence[tuple[Tally, Sequence[Outcome]]], options: argparse.Namespace) -> dict[str, Any]:
+    """How it was measured, and every comparison in which the splice did not answer like full context."""
+    return {
+        "model": "tiny-mla",
+        "min_reuse": MIN_REUSE,
+        "lmcache": not options.no_lmcache,
+        "differing": [
+            {
+                "setting": tally.setting.name,
+                "form": each.form,
+                "case": each.case,
+                "outcome": each.outcome,
+                "reason": each.reason,
+                "fact_kept": each.fact_kept,
+                "answers": {arm: reply.answer for arm, reply in each.replies.items()},
+                "expected": each.expected,
+            }
+            for tally, outcomes in found
+            for each in outcomes
+            if not each.same(Arm.SPLICE)
+        ],
+    }
+
+
+def show(tallies: Sequence[Tally]) -> None:
+    """The table."""
+    columns = ("setting", "form", "cases", "spliced", "fact kept", "splice = full", "where kept")
+    columns += ("re-prefill = full", "splice right", "cached", "filled", "re-prefill cached", "fallbacks")
+    print_table(
+        "contract",
+        columns,
+        [
+            (
+                each.setting.name,
+                each.form.removeprefix("question_"),
+                each.cases,
+                each.spliced,
+                each.fact_kept,
+                each.splice_equals_full,
+                each.splice_equals_full_bound,
+                each.reprefill_equals_full,
+                each.splice_equals_expected,
+                f"{each.cached_splice:.1%}",
+                "" if each.filled_splice is None else f"{each.filled_splice:.1%}",
+                f"{each.cached_reprefill:.1%}",
+                ", ".join(f"{reason} {count}" for reason, count in each.fallbacks.items()),
+            )
+            for each in tallies
+        ],
+    )
+
+
+def main() -> int:
+    """The status is 1 if the contract was broken anywhere."""
+    options = arguments()
+    selected = options.full or options.dtype or options.page_size or options.endpoint or options.cases
+    plan = chosen_plan(options) if selected else default_plan()
+    found = measure(plan, options)
+    tallies = [tally for tally, _ in found]
+    show(tallies)
+    figures = summary(tallies, load_cases())
+    finish("contract", figures, details(found, options))
+    return 0 if figures["contract_holds"] else 1
+
+
+def arguments() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="may be repeated")
+    parser.add_argument("--page-size", action="append", type=int, choices=PAGE_SIZES, help="may be repeated")
+    parser.add_argument("--endpoint", action="append", choices=list(Endpoint), help="may be repeated")
+    parser.add_argument("--cases", type=int, metavar="N", help="ask only N cases, spread over all kinds")
+    parser.add_argument("--full", action="store_true", help="all dtypes, page sizes and endpoints")
+    parser.add_argument("--no-lmcache", action="store_true", help="SGLang alone, without lmcache and Redis")
+    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of SGLang (1)")
+    parser.add_argument("--workers", type=int, default=8, help="requests in flight (8)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
