@@ -29,7 +29,7 @@ from .runtime import Runtime
 from .settings import Settings
 from .slots import Path, Slots
 from .splicer import Splice, Splicer
-from .stored import StoredChunks, StoredTier, remember
+from .stored import StoredTier, remember
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,6 @@ class _State:
         lost: tokens at the view's end whose KV was gone, so that they are prefilled.
         directives, fill: what was asked for, kept while the base's record is looked up elsewhere.
         looked: the stored tiers were asked, or cannot be.
-        stored: chunks they hold ready for this request.
     """
 
     plan: RequestPlan | None = None
@@ -58,7 +57,6 @@ class _State:
     directives: tuple[Directive, ...] = ()
     fill: Range | None = None
     looked: bool = False
-    stored: StoredChunks | None = None
 
 
 class GpuTier:
@@ -126,8 +124,8 @@ class GpuTier:
         raw = hints.raw_envelope(req.kv_hints, req.sampling_params)
         if raw is None:
             return
-        fill = hints.fill_span(raw)
-        state.report = EditReport() if fill is None else None
+        state.fill = hints.fill_span(raw)
+        state.report = EditReport() if state.fill is None else None
         envelope = hints.decode(raw)
         directives = envelope.directives + envelope.forgets
         if not directives:
@@ -136,7 +134,7 @@ class GpuTier:
         if self._runtime.refusal is not None:
             raise self._runtime.refusal
         _check_request(req)
-        state.directives, state.fill = directives, fill
+        state.directives = directives
         record = self._records.get(directives[0].base, namespace_of(req))
         if record is not None:
             self._plan(req, state, record)
@@ -203,7 +201,7 @@ class GpuTier:
         if held.length < goal:
             if self._should_look(req, state, plan, held, goal):
                 return False
-            splice = self._splice(state, plan, keys, held, goal)
+            splice = self._splice(req.rid, plan, keys, held, goal)
             if splice.goal < goal:
                 state.lost += plan.kept(splice.goal, goal)
                 plan.view, plan.goal = plan.view.truncate(splice.goal), splice.goal
@@ -214,9 +212,9 @@ class GpuTier:
             self._account(req, plan, state.report, splice)
         return splice is not None and splice.tokens > 0
 
-    def _splice(self, state: _State, plan: RequestPlan, keys: array[int], held: Path, goal: int) -> Splice:
+    def _splice(self, rid: str, plan: RequestPlan, keys: array[int], held: Path, goal: int) -> Splice:
         assert self._splicer is not None
-        stored, state.stored = state.stored, None
+        stored = self._lookups.take(rid) if self._lookups is not None else None
         try:
             return self._splicer.splice(plan, keys, held, goal, stored)
         finally:
@@ -291,11 +289,6 @@ class GpuTier:
         state.looked = True
         return state.plan
 
-    def found_chunks(self, req: Any, chunks: StoredChunks) -> None:
-        """Chunks are ready for a request."""
-        state: _State = getattr(req, _STATE)
-        state.stored = chunks
-
     def found_nothing(self, req: Any, why: Fallback) -> None:
         """The lookup failed."""
         self.drop(req, why)
@@ -349,9 +342,11 @@ class GpuTier:
         self.ended(req.rid)
         state: _State = getattr(req, _STATE, None) or _State()
         plan = state.plan
-        if plan is not None and plan.kind is Kind.FILL:
-            micros = (time.perf_counter() - state.matched) * 1e6 if state.matched else 0.0
-            self._reporter.filled(req.rid, plan, plan.fills[-1], micros, self._page_size)
+        if state.fill is not None:
+            # Another request's fill: never a base, even if it was refused and prefilled.
+            if plan is not None:
+                micros = (time.perf_counter() - state.matched) * 1e6 if state.matched else 0.0
+                self._reporter.filled(req.rid, plan, plan.fills[-1], micros, self._page_size)
             return
         aborted = isinstance(req.finished_reason, FINISH_ABORT)
         if aborted or self._splicer is None or req.multimodal_inputs is not None:

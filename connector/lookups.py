@@ -24,7 +24,6 @@ class Planner(Protocol):
     def wanted_chunks(
         self, req: Any, plan: RequestPlan, chunk_size: int
     ) -> list[tuple[BufferInfo, list[Range]]]: ...
-    def found_chunks(self, req: Any, chunks: StoredChunks) -> None: ...
     def found_nothing(self, req: Any, why: Fallback) -> None: ...
 
 
@@ -36,6 +35,7 @@ class Lookups:
         self._planner = planner
         self._wanted: dict[str, tuple[Any, str | None]] = {}
         self._running: dict[str, tuple[Any, Flow]] = {}
+        self._ready: dict[str, StoredChunks] = {}
 
     def __bool__(self) -> bool:
         return bool(self._running)
@@ -78,15 +78,22 @@ class Lookups:
             self._running.pop(rid, None)
         return over
 
+    def take(self, rid: str) -> StoredChunks | None:
+        """Chunks that a finished lookup holds locked; the caller releases them."""
+        return self._ready.pop(rid, None)
+
     def cancel(self, rid: str) -> None:
-        """The request is over."""
+        """The request is over: give back what it still holds."""
         self._wanted.pop(rid, None)
+        ready = self._ready.pop(rid, None)
+        if ready is not None:
+            ready.release()
         running = self._running.pop(rid, None)
         if running is not None:
             running[1].cancel()
 
     def cancel_all(self) -> None:
-        for rid in [*self._wanted, *self._running]:
+        for rid in [*self._wanted, *self._running, *self._ready]:
             self.cancel(rid)
 
     def publish(self, record: BaseRecord, info: BufferInfo) -> None:
@@ -107,7 +114,7 @@ class Lookups:
         chunks = flow.fetched()
         if chunks is None:
             return False
-        self._planner.found_chunks(req, chunks)
+        self._ready[req.rid] = chunks
         return True
 
     def _fetch(self, req: Any, flow: Flow) -> None:

@@ -29,11 +29,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from leyline_lmcache.connector.cache import EditableRadixCache
-from leyline_lmcache.connector.gpu_tier import GpuTier
+from leyline_lmcache.connector.gpu_tier import GpuTier, namespace_of
 from leyline_lmcache.connector.hints import fill_envelope
 from leyline_lmcache.connector.report import Reporter
 from leyline_lmcache.connector.runtime import Runtime
 from leyline_lmcache.connector.settings import Settings
+from leyline_lmcache.connector.stored import StoredTier
 from leyline_lmcache.directive import Directive
 from leyline_lmcache.kernels.layout import KVLayout
 from leyline_lmcache.kernels.rope import Pairing, RopeSpec
@@ -112,6 +113,8 @@ class Engine:
     page_size: int = 1
     slots: int = 4096
     settings: Settings = field(default_factory=lambda: Settings(min_reuse=1))
+    daemon: Any = None
+    name: str = "r"
 
     def __post_init__(self) -> None:
         configure_sglang()
@@ -154,6 +157,10 @@ class Engine:
         self.tier = GpuTier(self.cache, Runtime(layout, None, "model", 1), self.settings, self.reporter)
         self.cache.attach_tier(self.tier)
         self.served: dict[str, Served] = {}
+        if self.daemon is not None:
+            connector = self.daemon.connect(self)
+            self.stored = StoredTier(connector, "model", self.settings.tier_timeout)
+            self.tier.attach_stored(self.stored)
         self._count = 0
         self.total = self.accounting()
 
@@ -191,7 +198,7 @@ class Engine:
         self._count += 1
         params = SamplingParams(max_new_tokens=64, temperature=0)
         return Req(
-            rid or f"r{self._count}",
+            rid or f"{self.name}{self._count}",
             "",
             array("q", prompt),
             params,
@@ -203,6 +210,12 @@ class Engine:
     def run(self, req: Req, output: Sequence[int], *, abort: bool = False, hold: bool = False) -> Served:
         """Match, prefill, decode, publish and release one request, in the scheduler's order of calls."""
         req.init_next_round_input(self.cache)
+        if self.daemon is not None:
+            # As the scheduler does on arrival, and until the request may be admitted.
+            self.tier.begin_lookup(req.rid)
+            while self.tier.poll_lookup(req.rid) is False:
+                pass
+            req.init_next_round_input(self.cache)
         cached = req.prefix_len
         tokens = list(req.origin_input_ids) + list(output)
         # The last sampled token has no KV.
@@ -241,7 +254,26 @@ class Engine:
         self._release(req, known, len(whole))
         if not abort:
             self.served[req.rid] = served
+            if self.daemon is not None:
+                self._store(req, served)
         return served
+
+    def _store(self, req: Req, served: Served) -> None:
+        """What LMCache would hold afterwards: exact chunks, and what an edited view computed."""
+        plan = self.tier.plan_of(req)
+        _, computed = self.tier.computed_chunks(req, len(served.tokens), self.daemon.chunk_size)
+        namespace = namespace_of(req)
+        exact = plan.exact if plan is not None else len(served.tokens)
+        self.daemon.put(self.stored.salt(namespace, b""), served, 0, exact)
+        for start, end in computed:
+            assert plan is not None
+            self.daemon.put(self.stored.salt(namespace, plan.lineage.fingerprint), served, start, end)
+
+    def forget_pool(self) -> None:
+        """Everything on the GPU is gone, as after ``/flush_cache``."""
+        self.cache.reset()
+        self.allocator.clear()
+        self.rows.clear()
 
     def release_held(self) -> Served:
         req, served = self._held

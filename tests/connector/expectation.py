@@ -31,8 +31,8 @@ def spliced(
     """KV after an applied edit: kept tokens keep what they had, everything else attends to the edited view.
 
     Kept is what the base had whole pages of, except in the pages of a replacement, up to where the prompt
-    departs from the edited base, in whole pages, and never the prompt's last token. ``reach``: an earlier end,
-    because KV was gone.
+    departs from the edited base, in whole pages, and never the prompt's last token. ``reach``: an earlier
+    end, because KV was gone.
     """
     origin: list[int | None] = []
     edited: list[int] = []

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from leyline_lmcache.connector.hints import fill_envelope
 from leyline_lmcache.connector.settings import InPlace, Settings
 
 from .engine import Engine, Served, apply, hints
@@ -398,3 +399,13 @@ def test_any_history_of_edits_gives_every_token_its_kv(
             if kind != "abort":
                 bases.append(got)
         engine.check()
+
+
+def test_a_refused_fill_is_no_base() -> None:
+    engine = Engine()
+    span = (30, 33)
+    prompt = tokens(33)
+    envelope = fill_envelope(hints("nobody", (30, 50, [1, 2, 3])), span)
+    fill = engine.run(engine.request(prompt, hints=envelope), ())
+    refused(engine.serve([1, *prompt[2:], 5], hints=hints(fill.rid, (0, 2, [1]))), "unknown_base")
+    engine.check()

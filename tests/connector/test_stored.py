@@ -1,0 +1,246 @@
+"""Edits whose source is in LMCache: loaded into the edited path and turned there, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from leyline_lmcache.connector import wire
+from leyline_lmcache.connector.settings import InPlace, Settings
+
+from .daemon import Daemon
+from .engine import Engine, Served, hints
+from .expectation import exact
+from .test_cache import PAGES, edited, expect, histories, refused, tokens
+
+EDITS = [
+    [(30, 50, [1, 2, 3])],
+    [(30, 50, [])],
+    [(0, 10, [4])],
+    [(10, 20, [1]), (40, 60, []), (80, 85, list(range(20)))],
+]
+
+
+def rig(page: int = 1, slots: int = 4096, chunk: int = 16, **options: Any) -> Engine:
+    return Engine(page, slots, Settings(min_reuse=1, **options), Daemon(chunk))
+
+
+def loaded(got: Served) -> dict[str, Any]:
+    assert got.report is not None and got.report["outcome"] == "spliced", got.report
+    return got.report
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("edits", EDITS)
+def test_a_base_that_left_the_gpu_loads_and_turns(page: int, edits: Any) -> None:
+    engine = rig(page)
+    base = engine.serve(tokens(160))
+    engine.forget_pool()
+    got = edited(engine, base, *edits)
+    report = loaded(got)
+    expect(engine, base, edits, got)
+    # All but the last, incomplete chunk of the base was there.
+    assert report["reprefilled"] <= 16 + page
+    assert got.cached >= 100
+    engine.check()
+    engine.daemon.check()
+
+
+def test_part_on_the_gpu_part_in_lmcache() -> None:
+    engine = rig()
+    base = engine.serve(tokens(160))
+    engine.forget_pool()
+    engine.serve(base.tokens[:100])
+    got = edited(engine, base, (30, 50, [1, 2, 3]))
+    expect(engine, base, [(30, 50, [1, 2, 3])], got)
+    assert loaded(got)["reach"] >= 140
+    engine.check()
+    engine.daemon.check()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_another_engine_takes_the_session_over(page: int) -> None:
+    here = rig(page)
+    base = here.serve(tokens(160))
+    there = Engine(page, 4096, here.settings, here.daemon, "there")
+    edits = [(30, 50, [1, 2, 3])]
+    got = edited(there, base, *edits)
+    expect(there, base, edits, got)
+    assert loaded(got)["reach"] >= 112
+    for engine in (here, there):
+        engine.check()
+    here.daemon.check()
+
+
+def test_i7_another_tenant_does_not_find_the_base() -> None:
+    engine = rig()
+    base = engine.serve(tokens(100), cache_salt="a")
+    other = Engine(1, 4096, engine.settings, engine.daemon, "other")
+    refused(edited(other, base, (30, 50, [1])), "unknown_base")
+    refused(edited(other, base, (30, 50, [1]), cache_salt="b"), "unknown_base")
+    assert loaded(edited(other, base, (30, 50, [1]), cache_salt="a"))["spliced"] > 0
+
+
+def test_i5_an_edit_stores_no_kept_token_again() -> None:
+    engine = rig(chunk=8)
+    turn = engine.serve(tokens(200))
+    before = engine.daemon.stored
+    for i in range(6):
+        turn = edited(engine, turn, (10, 12, [i]), tail=tokens(9, seed=i))
+    new = len(turn.tokens) - 200
+    # Only chunks computed in these views: never more than their new tokens.
+    assert (engine.daemon.stored - before) * 8 <= new + 6
+
+
+def test_the_deleted_spans_chunks_need_not_exist() -> None:
+    engine = rig()
+    base = engine.serve(tokens(160))
+    engine.forget_pool()
+    for key in list(engine.daemon.chunks):
+        if 48 < len(key[1]) // 4 <= 80:
+            del engine.daemon.chunks[key]
+    got = edited(engine, base, (48, 80, [1]))
+    expect(engine, base, [(48, 80, [1])], got)
+    assert loaded(got)["reach"] >= 100
+    engine.daemon.check()
+
+
+def test_t12_a_chunk_that_is_gone_shortens_what_is_kept() -> None:
+    engine = rig()
+    base = engine.serve(tokens(160))
+    engine.forget_pool()
+    for key in list(engine.daemon.chunks):
+        if len(key[1]) // 4 == 112:
+            del engine.daemon.chunks[key]
+    got = edited(engine, base, (30, 50, [1]))
+    expect(engine, base, [(30, 50, [1])], got)
+    assert loaded(got)["reach"] == 96 - 19 and got.report is not None and got.report["reprefilled"] > 0
+    engine.check()
+    engine.daemon.check()
+
+
+def test_t12_a_chunk_that_vanishes_between_lookup_and_load_is_a_tier_error() -> None:
+    engine = rig()
+    base = engine.serve(tokens(160))
+    engine.forget_pool()
+    plain = engine.daemon._fetch
+
+    def vanish(message: wire.Fetch) -> None:
+        plain(message)
+        engine.daemon.chunks.clear()
+
+    engine.daemon._fetch = vanish
+    refused(edited(engine, base, (30, 50, [])), "tier_error")
+    engine.check()
+
+
+def test_tier_timeout_when_the_daemon_never_answers() -> None:
+    engine = rig(tier_timeout=0.05)
+    base = engine.serve(tokens(160))
+    engine.forget_pool()
+    engine.daemon.delay = None
+    refused(edited(engine, base, (30, 50, [])), "tier_timeout")
+    refused(engine.serve(base.tokens, hints=hints("elsewhere", (0, 5, []))), "tier_timeout")
+    engine.check()
+
+
+@pytest.mark.parametrize("fault", ["no such method", RuntimeError("down")])
+def test_tier_error_when_the_daemon_is_broken(fault: Any) -> None:
+    engine = rig()
+    base = engine.serve(tokens(160))
+    engine.forget_pool()
+    engine.daemon.fault = fault
+    refused(edited(engine, base, (30, 50, [])), "tier_error")
+    # The GPU tier is not touched by that.
+    again = engine.serve(base.tokens)
+    assert loaded(edited(engine, again, (30, 50, [])))["spliced"] > 0
+    engine.check()
+
+
+def test_i9_a_record_that_makes_no_sense_is_refused() -> None:
+    engine = rig()
+    base = engine.serve(tokens(100))
+    for name, value in engine.daemon.catalog._values.items():
+        if name.startswith("record:"):
+            record = wire.decode(value, wire.RecordMessage)
+            broken = wire.PieceMessage(buffer=record.buffer, src_start=0, length=7)
+            engine.daemon.catalog._values[name] = wire.encode(
+                wire.RecordMessage(
+                    response=record.response,
+                    namespace=record.namespace,
+                    model=record.model,
+                    buffer=record.buffer,
+                    view=(broken,),
+                    spans=(),
+                )
+            )
+    other = Engine(1, 4096, engine.settings, engine.daemon, "other")
+    refused(edited(other, base, (30, 50, [1])), "tier_error")
+
+
+@pytest.mark.parametrize("polls", [0, 1, 4, None])
+def test_t3_aborted_while_it_looks_or_waits_gives_everything_back(polls: int | None) -> None:
+    engine = rig()
+    base = engine.serve(tokens(160))
+    engine.forget_pool()
+    engine.daemon.delay = 3
+    req = engine.request([*base.tokens[:30], *base.tokens[50:], 5], hints=hints(base.rid, (30, 50, [])))
+    req.init_next_round_input(engine.cache)
+    assert engine.tier.begin_lookup(req.rid)
+    if polls is None:
+        while engine.tier.poll_lookup(req.rid) is False:
+            pass
+        assert sum(engine.daemon.locks.values()) > 0
+    for _ in range(polls or 0):
+        assert engine.tier.poll_lookup(req.rid) is False
+    engine.tier.ended(req.rid)
+    assert not engine.tier.looking
+    engine.check()
+    engine.daemon.check()
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+@given(
+    history=histories(),
+    page=st.sampled_from([1, 1, 4, 16]),
+    chunk=st.sampled_from([16, 32]),
+    inplace=st.sampled_from(list(InPlace)),
+    losses=st.sets(st.integers(0, 9), max_size=4),
+)
+def test_any_history_with_the_gpu_losing_everything_now_and_then(
+    history: Any, page: int, chunk: int, inplace: InPlace, losses: set[int]
+) -> None:
+    daemon = Daemon(chunk)
+    options = Settings(min_reuse=1, inplace=inplace, drift_limit=4)
+    engine = Engine(page, 4000, options, daemon)
+    bases = [engine.serve(tokens(120))]
+    for i, (kind, which, cuts, tail) in enumerate(history):
+        if i in losses:
+            engine.forget_pool()
+        if i in losses and i % 2:
+            engine = Engine(page, 4000, options, daemon, f"engine{i}-")
+        base = bases[which % len(bases)]
+        new = tokens(tail, seed=i, vocabulary=50)
+        if kind in ("new", "exact"):
+            got = engine.serve(base.tokens + new)
+        else:
+            start = cuts[0][0] % (len(base.tokens) + 1)
+            end = min(start + cuts[0][1], len(base.tokens))
+            edits = [(start, end, tokens(cuts[0][2], seed=start, vocabulary=50))]
+            got = edited(engine, base, *edits, tail=[1, *new], abort=kind == "abort")
+            if got.report is not None and got.report["outcome"] == "spliced" and (end > start or edits[0][2]):
+                expect(engine, base, edits, got)
+        if got.report is None or got.report["outcome"] in ("fallback", "exact"):
+            assert got.sems == exact(got.tokens, len(got.tokens))
+        if kind != "abort":
+            bases.append(got)
+        engine.check()
+    daemon.check()
