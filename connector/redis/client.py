@@ -276,7 +276,7 @@ class RedisClient:
             self.options.where,
             node,
             outcome_of(error).value,
-            error,
+            str(error),  # not the exception: a kept record would keep its connection open
         )
         self._start_prober()
 

@@ -1,4 +1,4 @@
-"""What Redis and the network do wrong: every call ends, nothing is served that is not right, and it recovers (T8)."""
+"""What Redis and the network do wrong: each call ends, nothing wrong is served, and it recovers (case T8)."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ class Liar:
     def _serve(self, taken: socket.socket) -> None:
         try:
             while data := taken.recv(1 << 20):
-                if b"GET" in data or b"SET\r\n" in data and b"CLIENT" not in data:
+                if b"GET" in data or (b"SET\r\n" in data and b"CLIENT" not in data):
                     self._answer(taken, data)
                 else:
                     taken.sendall(b"+OK\r\n" * data.count(b"*"))

@@ -1,4 +1,4 @@
-"""Real Redis servers for tests: one, with TLS, behind Sentinel, as a Cluster. All on 127.0.0.1, all in memory."""
+"""Real Redis servers for tests: one, with TLS, behind Sentinel, as a Cluster; on 127.0.0.1, in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RedisServer:
         args: further arguments.
         port: 0 takes a free one.
         config: text of a configuration file (a sentinel needs one).
-        ready: said to be ready when this is true; default: it answers a PING.
+        tls: its port is for TLS.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RedisServer:
         args: tuple[str, ...] = (),
         port: int = 0,
         config: str | None = None,
-        ready: Callable[[], bool] | None = None,
+        tls: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._lease = PortLease()
@@ -44,10 +44,11 @@ class RedisServer:
         command = redis_role.command(self.port, folder, args)
         if config is not None:
             file = folder / "redis.conf"
-            file.write_text(f"port {self.port}\nbind 127.0.0.1\n{config}\n")
+            ports = f"port 0\ntls-port {self.port}" if tls else f"port {self.port}"
+            file.write_text(f"{ports}\nbind 127.0.0.1\nsave ''\n{config}\n")
             command = Command("redis", [redis_role.find_server(), str(file), *args], dict(os.environ), 5.0)
         self._process = ServerProcess(command, folder)
-        self._ready = ready or (lambda: redis_role.is_ready(self.port))
+        self.ready: Callable[[], bool] = lambda: redis_role.is_ready(self.port)
 
     @property
     def url(self) -> str:
@@ -57,7 +58,7 @@ class RedisServer:
         """Start it and wait until it answers."""
         self._process.start()
         deadline = time.monotonic() + 20
-        while not self._ready():
+        while not self.ready():
             assert self._process.is_running() and time.monotonic() < deadline, self._process.log.read_text()
             time.sleep(0.01)
         return self
@@ -115,15 +116,10 @@ class Sentinels:
 def sentinels(folder: Path) -> Iterator[Sentinels]:
     """Start them and wait until the replica is in sync and known."""
     with contextlib.ExitStack() as stack:
-        primary = stack.enter_context(running(folder / "primary"))
+        at_once = ("--repl-diskless-sync-delay", "0")
+        primary = stack.enter_context(running(folder / "primary", *at_once))
         replica = stack.enter_context(
-            running(
-                folder / "replica",
-                "--replicaof",
-                f"127.0.0.1 {primary.port}",
-                "--repl-diskless-sync-delay",
-                "0",
-            )
+            running(folder / "replica", *at_once, "--replicaof", f"127.0.0.1 {primary.port}")
         )
         config = (
             f"sentinel monitor mymaster 127.0.0.1 {primary.port} 1\n"
@@ -147,7 +143,7 @@ def cluster(folder: Path, masters: int = 3) -> Iterator[list[RedisServer]]:
         args = (
             "--cluster-enabled", "yes",
             "--cluster-require-full-coverage", "no",
-            "--cluster-node-timeout", "2000",
+            "--cluster-node-timeout", "1000",
         )  # fmt: skip
         servers = [stack.enter_context(running(folder / f"n{i}", *args)) for i in range(masters)]
         clients = [stack.enter_context(server.client()) for server in servers]
