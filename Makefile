@@ -27,7 +27,7 @@ test: ## All tests; the real servers start once per run
 lint: ## ruff check, ruff format --check, mypy --strict
 	@$(PY); rc=0; \
 	$$py -m ruff check . || rc=1; \
-	$$py -m ruff format --check --quiet . || { echo "formatting differs: make format"; rc=1; }; \
+	$$py -m ruff format --check . || rc=1; \
 	$$py scripts/typecheck.py || rc=1; \
 	exit $$rc
 
