@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -335,11 +335,15 @@ class _Paths:
         self._walked: dict[int, tuple[Path, array[int]]] = {}
         self._indices: dict[int, torch.Tensor] = {}
         self._locks: dict[int, Any] = {}
+        self._records: dict[int, BaseRecord] = {}
 
     def __enter__(self) -> _Paths:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._unlock()
+
+    def _unlock(self) -> None:
         while self._locks:
             self._of.unlock(self._locks.popitem()[1])
 
@@ -353,9 +357,22 @@ class _Paths:
             self._indices[id(record)] = self._of.indices(self._walk(record)[0], self._namespace)
         return self._indices[id(record)]
 
-    def released(self, record: BaseRecord) -> _Released:
-        """Without our lock on the path for a while; gives the path's keys."""
-        return _Released(self, record)
+    @contextmanager
+    def released(self, record: BaseRecord) -> Iterator[array[int]]:
+        """Without our locks for a while; gives the record's keys.
+
+        All of them: the path of another record may lead over this one's. Walked anew afterwards, as paths may
+        have been taken or split.
+        """
+        keys = self._walk(record)[1]
+        self._unlock()
+        try:
+            yield keys
+        finally:
+            self._walked.clear()
+            self._indices.clear()
+            for each in list(self._records.values()):
+                self._walk(each)
 
     def _walk(self, record: BaseRecord) -> tuple[Path, array[int]]:
         found = self._walked.get(id(record))
@@ -363,22 +380,5 @@ class _Paths:
             keys = key_array(record.keys[: record.length // self._of.page_size * self._of.page_size])
             found = self._walked[id(record)] = (self._of.match(keys, self._namespace), keys)
             self._locks[id(record)] = self._of.lock(found[0])
+            self._records[id(record)] = record
         return found
-
-
-class _Released:
-    """See :meth:`_Paths.released`. The path is walked anew afterwards: it may have been taken or split."""
-
-    def __init__(self, paths: _Paths, record: BaseRecord) -> None:
-        self._paths = paths
-        self._record = record
-
-    def __enter__(self) -> array[int]:
-        keys = self._paths._walk(self._record)[1]
-        self._paths._of.unlock(self._paths._locks.pop(id(self._record)))
-        return keys
-
-    def __exit__(self, *_: object) -> None:
-        self._paths._walked.pop(id(self._record))
-        self._paths._indices.pop(id(self._record), None)
-        self._paths._walk(self._record)
