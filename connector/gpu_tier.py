@@ -83,7 +83,13 @@ class GpuTier:
         self._splicer: Splicer | None = None
         if runtime.layout is not None:
             self._splicer = Splicer(
-                Slots(cache), runtime.layout, self._records, settings, stream=stream, agree=self._all_ranks
+                Slots(cache),
+                runtime.layout,
+                self._records,
+                settings,
+                stream=stream,
+                agree=self._all_ranks,
+                kernel=runtime.kernel,
             )
 
     # ------------------------------------------------------------------ planning

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
@@ -19,6 +19,7 @@ from sglang.srt.runtime_context import get_memory, get_spec
 from leyline_lmcache.kernels.layout import KVLayout, LayoutError
 from leyline_lmcache.kernels.probe import probe_model
 from leyline_lmcache.kernels.rope import UnsupportedRope
+from leyline_lmcache.kernels.splice import prepare
 from leyline_lmcache.reasons import Fallback, FallbackReason
 
 log = logging.getLogger(__name__)
@@ -33,12 +34,14 @@ class Runtime:
         refusal: why not, when ``layout`` is None.
         model: identity of model and dtype, for buffer ids.
         ranks: tensor-parallel ranks that must decide alike.
+        kernel: what moves and turns rows.
     """
 
     layout: KVLayout | None
     refusal: Fallback | None
     model: str
     ranks: int
+    kernel: Literal["torch", "triton"] = "torch"
 
 
 def inspect_runtime(ctx: Any, cache: Any) -> Runtime:
@@ -55,13 +58,20 @@ def inspect_runtime(ctx: Any, cache: Any) -> Runtime:
         log.exception("Leyline serves without splicing: the engine could not be inspected")
         fault = Fallback(FallbackReason.INTERNAL_ERROR, f"inspection failed: {type(error).__name__}")
         return Runtime(None, fault, model, 1)
+    kernel: Literal["torch", "triton"] = "torch"
+    try:
+        # Here, because the first edited request would wait seconds for the compiler.
+        kernel = prepare(layout)
+    except Exception:
+        log.exception("the Triton kernel cannot be compiled here; torch moves and turns rows instead")
     log.info(
-        "Leyline splices %d planes, %d bytes a token, %d of them turn",
+        "Leyline splices %d planes with %s, %d bytes a token, %d of them turn",
         len(layout.planes),
+        kernel,
         layout.row_bytes,
         layout.band_bytes,
     )
-    return Runtime(layout, None, model, int(cache.tp_world_size))
+    return Runtime(layout, None, model, int(cache.tp_world_size), kernel)
 
 
 def pool_layout(pool: Any, model: Any) -> KVLayout:

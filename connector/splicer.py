@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -107,6 +107,7 @@ class Splicer:
         layout: the pool's planes.
         stream: the stream the model's forwards run on; None on a CPU.
         agree: see :data:`Agree`.
+        kernel: what moves and turns rows.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Splicer:
         *,
         stream: Any = None,
         agree: Agree = int,
+        kernel: Literal["torch", "triton"] = "torch",
     ) -> None:
         self._slots = slots
         self._layout = layout
@@ -125,6 +127,7 @@ class Splicer:
         self._settings = settings
         self._stream = stream
         self._agree = agree
+        self._kernel = kernel
 
     def match(self, keys: array[int], namespace: Namespace) -> Path:
         """What the tree holds of a key."""
@@ -305,16 +308,16 @@ class Splicer:
             shifts[run.start - start :][: run.length] = run.shift
         turns = torch.from_numpy(shifts)
         if self._layout.device.type != "cuda":
-            return splice_rows(self._layout, source, target, turns).bytes_moved
+            return splice_rows(self._layout, source, target, turns, backend=self._kernel).bytes_moved
         current = torch.cuda.current_stream()
         stream = self._stream or current
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             # The slots come from the tree; checking them again would wait for the device.
-            moved = splice_rows(self._layout, source, target, turns, validate=False).bytes_moved
+            stats = splice_rows(self._layout, source, target, turns, backend=self._kernel, validate=False)
         for tensor in (source, target):
             tensor.record_stream(stream)
-        return moved
+        return stats.bytes_moved
 
 
 def _clipped(runs: Sequence[Any], end: int) -> list[Any]:
