@@ -175,7 +175,8 @@ def test_evicting_redis_needs_no_care(tmp_path: Path, make_store: MakeStore) -> 
 
 
 def test_read_only_replica_serves_reads(tmp_path: Path, make_store: MakeStore) -> None:
-    with running(tmp_path / "p") as primary, running(tmp_path / "r") as replica:
+    at_once = ("--repl-diskless-sync-delay", "0")
+    with running(tmp_path / "p", *at_once) as primary, running(tmp_path / "r") as replica:
         writer = make_store(primary, ttl=50)
         assert writer.store(items([1000] * 3)) == [OK] * 3
         with replica.client() as client:
