@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -47,6 +48,10 @@ class Fence:
         self._clock = clock
         self._changed = threading.Condition()
         self._barriers: dict[str, Barrier] = {}
+        # How many barriers cover each; so that a look costs the same however many there are.
+        self._keys: Counter[KVKey] = Counter()
+        self._salts: Counter[str] = Counter()
+        self._next_expiry = float("inf")
         self._flights: dict[int, frozenset[KVKey]] = {}
         self._numbers = itertools.count()
 
@@ -65,25 +70,32 @@ class Fence:
             ttl: seconds after which it lowers itself.
         """
         with self._changed:
-            old = self._barriers.get(name)
-            self._barriers[name] = Barrier(
+            old = self._remove(name)
+            expires = None if ttl is None else self._clock() + ttl
+            new = Barrier(
                 frozenset(keys) | (old.keys if old else frozenset()),
                 frozenset(salts) | (old.salts if old else frozenset()),
-                None if ttl is None else self._clock() + ttl,
+                expires,
             )
+            self._barriers[name] = new
+            self._keys.update(new.keys)
+            self._salts.update(new.salts)
+            if expires is not None:
+                self._next_expiry = min(self._next_expiry, expires)
 
     def lower(self, name: str) -> bool:
         """End a barrier. False if there was none of that name."""
         with self._changed:
-            return self._barriers.pop(name, None) is not None
+            return self._remove(name) is not None
 
     def covers(self, key: KVKey) -> bool:
         """True if any barrier covers the key."""
         if not self._barriers:  # mostly; and then no lock
             return False
         with self._changed:
-            self._drop_expired()
-            return any(barrier.covers(key) for barrier in self._barriers.values())
+            if self._clock() >= self._next_expiry:
+                self._drop_expired()
+            return key in self._keys or key.salt in self._salts
 
     def covered(self, keys: Collection[KVKey]) -> set[KVKey]:
         """Those of `keys` that some barrier covers."""
@@ -119,7 +131,19 @@ class Fence:
             }
             return self._changed.wait_for(lambda: not begun & self._flights.keys(), timeout_s)
 
+    def _remove(self, name: str) -> Barrier | None:
+        barrier = self._barriers.pop(name, None)
+        if barrier is not None:
+            # Counter's minus keeps what is still covered by another.
+            self._keys -= Counter(barrier.keys)
+            self._salts -= Counter(barrier.salts)
+        return barrier
+
     def _drop_expired(self) -> None:
         now = self._clock()
-        for name in [n for n, b in self._barriers.items() if b.expires is not None and b.expires <= now]:
-            del self._barriers[name]
+        times = {name: barrier.expires for name, barrier in self._barriers.items()}
+        for name, expires in times.items():
+            if expires is not None and expires <= now:
+                self._remove(name)
+        left = [b.expires for b in self._barriers.values() if b.expires is not None]
+        self._next_expiry = min(left, default=float("inf"))

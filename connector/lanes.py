@@ -45,7 +45,13 @@ class Part:
             return
         outcomes = [Outcome.ERROR] * self.count
         try:
-            outcomes = [Outcome.TIMEOUT] * self.count if self.deadline.is_past else self._run(self.deadline)
+            if self.deadline.is_past:
+                outcomes = [Outcome.TIMEOUT] * self.count
+            else:
+                found = self._run(self.deadline)
+                if len(found) != self.count:
+                    raise ValueError(f"expected {self.count} outcomes, got {len(found)}")
+                outcomes = found
         except Exception:
             logger.exception("a part of %d keys failed", self.count)
         finally:

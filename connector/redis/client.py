@@ -33,6 +33,7 @@ from redis.exceptions import (
     RedisClusterException,
     RedisError,
     ResponseError,
+    SlotNotCoveredError,
     TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -52,6 +53,8 @@ SINGLE = "redis"
 """Name of the only node, outside a Cluster."""
 TOPOLOGY = "cluster"
 """Name under which the Cluster as a whole is down: nobody could say who its nodes are."""
+UNCOVERED = "uncovered"
+"""Stands for the node of a slot that no node serves."""
 
 FAILURES = (RedisError, RedisClusterException, OSError)
 """What redis-py and sockets raise."""
@@ -156,14 +159,18 @@ class RedisClient:
         """Indices of `keys` by the node that holds them.
 
         Raises:
-            RedisConnectionError: the Cluster's layout cannot be learnt, or has a hole.
+            RedisConnectionError: the Cluster's layout cannot be learnt.
         """
         if self._single is not None:
             return {SINGLE: list(range(len(keys)))}
         manager = self._cluster_client().nodes_manager
         groups: dict[str, list[int]] = {}
         for index, key in enumerate(keys):
-            groups.setdefault(manager.get_node_from_slot(key_slot(key)).name, []).append(index)
+            try:
+                name = manager.get_node_from_slot(key_slot(key)).name
+            except SlotNotCoveredError:
+                name = UNCOVERED
+            groups.setdefault(name, []).append(index)
         return groups
 
     def node_of(self, key: bytes) -> str:

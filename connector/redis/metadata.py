@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -176,7 +176,8 @@ class RedisMetadata:
                     raise reply
             return []
 
-        self._on_node("put", keys, write)
+        # Not a second time where revisions are compared: the first may have been carried out unheard.
+        self._on_node("put", keys, write, repeat=not watched)
         return revisions
 
     def delete(self, family: str, names: Sequence[Name]) -> int:
@@ -266,7 +267,13 @@ class RedisMetadata:
             # They were read; that they may expire a little earlier harms nobody.
             self.counters.add("touch", [Outcome.UNREACHABLE])
 
-    def _on_node(self, operation: str, keys: Sequence[bytes], work: Any) -> list[Any]:
+    def _on_node(
+        self,
+        operation: str,
+        keys: Sequence[bytes],
+        work: Callable[[Wire], list[Any]],
+        repeat: bool = True,
+    ) -> list[Any]:
         """Run `work` on the node of one family's keys, a second time where that can help."""
         start = time.monotonic()
         attempt = 0
@@ -289,7 +296,7 @@ class RedisMetadata:
                 raise
             except FAILURES as error:
                 moved = isinstance(error, REDIRECTS)
-                again = moved or outcome_of(error) is Outcome.UNREACHABLE
+                again = moved or (repeat and outcome_of(error) is Outcome.UNREACHABLE)
                 if again and attempt < max(1, self._options.retries):
                     attempt += 1
                     try:

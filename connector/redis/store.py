@@ -11,6 +11,7 @@ import base64
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -590,3 +591,15 @@ def entries(store: KVStore, model: str | None = None, limit: int = 500) -> Itera
         cursor = page.cursor
         if cursor is None:
             return
+
+
+def audit(store: KVStore, model: str | None = None) -> Counter[Outcome]:
+    """Read and check every block; how many ended how. Raises StorageError."""
+    found: Counter[Outcome] = Counter()
+    cursor: str | None = None
+    while True:
+        page = store.scan(model, 64, cursor)
+        found.update(store.verify([entry.key for entry in page.entries]))
+        cursor = page.cursor
+        if cursor is None:
+            return found

@@ -48,6 +48,21 @@ def test_barriers_cover_keys_and_whole_salts() -> None:
     assert len(fence) == 1
 
 
+def test_barriers_that_overlap_do_not_lower_each_other() -> None:
+    clock = Clock()
+    fence = Fence(clock)
+    fence.raise_barrier("a", keys=[key_of(1), key_of(2)], salts=["s"])
+    fence.raise_barrier("b", keys=[key_of(2)], salts=["s"], ttl=5)
+    fence.raise_barrier("b", keys=[key_of(3)], ttl=10)
+    fence.lower("a")
+    assert [fence.covers(key_of(i)) for i in (1, 2, 3)] == [False, True, True]
+    assert fence.covers(key_of(1, salt="s"))
+    clock.now = 7  # what was raised again counts from then
+    assert fence.covers(key_of(2))
+    clock.now = 11
+    assert not any(fence.covers(key_of(i, salt=s)) for i in (1, 2, 3) for s in ("", "s"))
+
+
 def test_a_barrier_may_lower_itself() -> None:
     clock = Clock()
     fence = Fence(clock)

@@ -15,7 +15,7 @@ from support.redis_servers import RedisServer, wait
 from leyline_lmcache.connector.redis import KVKey, MemoryKVStore, Outcome, RedisKVStore
 from leyline_lmcache.connector.redis.codec import PREAMBLE, pack
 from leyline_lmcache.connector.redis.keys import digest
-from leyline_lmcache.connector.redis.store import KVStore, entries
+from leyline_lmcache.connector.redis.store import KVStore, audit, entries
 from leyline_lmcache.connector.redis.wire import Deadline
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -232,6 +232,16 @@ def test_what_is_too_long_for_redis_is_refused_without_sending(store: RedisKVSto
 
     wanted = [*items([10]), (key_of(5), Long()), *items([10], first=1)]
     assert store.store(wanted) == [OK, Outcome.TOO_LARGE, OK]  # type: ignore[arg-type]
+
+
+def test_an_audit_counts_what_is_wrong(store: RedisKVStore, raw: redis.Redis) -> None:
+    store.store(items([3000] * 150))
+    for number, value in ((3, b"foreign"), (7, b"LEY\x01\x00\x10")):
+        raw.set(store.schema.kv(key_of(number)), value)
+    name = store.schema.kv(key_of(9))
+    raw.setrange(name, 2000, b"\x00\x01\x02")
+    assert audit(store) == {OK: 147, Outcome.FOREIGN: 1, Outcome.SHORT: 1, Outcome.CORRUPT: 1}
+    assert audit(store, "other model") == {}
 
 
 # -- time to live ------------------------------------------------------------------------------------

@@ -145,14 +145,20 @@ def cluster(folder: Path, masters: int = 3) -> Iterator[list[RedisServer]]:
             "--cluster-require-full-coverage", "no",
             "--cluster-node-timeout", "1000",
         )  # fmt: skip
-        servers = [stack.enter_context(running(folder / f"n{i}", *args)) for i in range(masters)]
+        # Not a port 10,000 higher, where outgoing connections of anybody may sit.
+        lease = stack.enter_context(PortLease())
+        buses = [lease.take(f"bus {i}") for i in range(masters)]
+        servers = [
+            stack.enter_context(running(folder / f"n{i}", *args, "--cluster-port", str(bus)))
+            for i, bus in enumerate(buses)
+        ]
         clients = [stack.enter_context(server.client()) for server in servers]
         for i, client in enumerate(clients):
             first, last = 16384 * i // masters, 16384 * (i + 1) // masters
             client.execute_command("CLUSTER ADDSLOTSRANGE", first, last - 1)
             client.execute_command("CLUSTER SET-CONFIG-EPOCH", i + 1)
-        for server in servers[1:]:
-            clients[0].execute_command("CLUSTER MEET", "127.0.0.1", server.port)
+        for server, bus in zip(servers[1:], buses[1:], strict=True):
+            clients[0].execute_command("CLUSTER MEET", "127.0.0.1", server.port, bus)
 
         def formed(client: redis.Redis) -> bool:
             info = client.execute_command("CLUSTER INFO")
