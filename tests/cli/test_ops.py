@@ -20,7 +20,7 @@ from leyline_lmcache.reasons import FallbackReason
 
 NOW = time.time()
 RECORDS = (
-    OpRecord(NOW - 7200, "old", "aa11", Tier.GPU, OpKind.FILL, 5, 5, 0, 5760, 900),
+    OpRecord(NOW - 2 * 86400, "old", "aa11", Tier.GPU, OpKind.FILL, 5, 5, 0, 5760, 900),
     OpRecord(NOW - 30, "leyline-fill-0001", "bb22", Tier.GPU, OpKind.FILL, 9, 9, 0, 10368, 1500),
     OpRecord(NOW - 29, "req-2", "bb22", Tier.GPU, OpKind.COPY_ROTATE, 1500, 1500, -195, 3456000, 2911),
     OpRecord(NOW - 28, "req-2", "bb22", Tier.GPU, OpKind.INVALIDATE, 1707, 1707),
@@ -54,8 +54,8 @@ def test_all_of_it(leyline: Leyline, journal: Path) -> None:
         (["--request", "req"], [2, 3, 4]),
         (["--lineage", "bb"], [1, 2, 3]),
         (["--reason", "unknown_base"], [4]),
-        (["--since", "1m"], [1, 2, 3, 4]),
-        (["--since", "1m", "--op", "fill"], [1]),
+        (["--since", "12h"], [1, 2, 3, 4]),
+        (["--since", "1d", "--op", "fill"], [1]),
         (["--since", "2000-01-01T00:00:00"], [0, 1, 2, 3, 4]),
         (["--limit", "2"], [3, 4]),
         (["--op", "fill", "--limit", "1"], [1]),
