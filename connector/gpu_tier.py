@@ -116,6 +116,8 @@ class GpuTier:
     def drop(self, req: Any, why: Fallback) -> None:
         """Give a request's plan up: from here on it is served by prefilling."""
         state: _State = getattr(req, _STATE)
+        if state.plan is not None:
+            state.lost += state.plan.kept(min(state.plan.exact, state.plan.target), state.plan.target)
         state.plan = None
         self._planned.discard(req.rid)
         self._refuse(req, state, why)
@@ -170,7 +172,7 @@ class GpuTier:
         if state.report is None:
             log.debug("fill %s is not spliced: %s", req.rid, why)
             return
-        state.report.refused(why)
+        state.report.refused(why, lost=state.lost)
         self._reporter.decided(req.rid, state.report)
         attach(req, state.report)
 

@@ -43,7 +43,7 @@ class EditReport:
         moved: of those, how many this request had to move; the rest lay in the tree already.
         reach: position up to which the request was served from cached KV.
         filled: tokens prefilled for replacements (with their alignment slack).
-        reprefilled: tokens at the end that should have been kept, but whose KV was gone.
+        reprefilled: tokens that should have been kept, but whose KV was gone or could not be moved.
         in_place: slots were taken over instead of copied.
     """
 
@@ -64,9 +64,10 @@ class EditReport:
         self.outcome = Outcome.EXACT
         return self
 
-    def refused(self, why: Fallback) -> EditReport:
+    def refused(self, why: Fallback, *, lost: int = 0) -> EditReport:
         self.outcome, self.reason, self.detail = Outcome.FALLBACK, why.reason, why.detail
-        self.prefix = self.spliced = self.moved = self.reach = self.filled = self.reprefilled = 0
+        self.prefix = self.spliced = self.moved = self.reach = self.filled = 0
+        self.reprefilled = lost
         self.in_place = False
         return self
 
@@ -143,7 +144,7 @@ class Reporter:
             )
         elif outcome is Outcome.SPLICED:
             self._tokens.labels("spliced").inc(report.spliced)
-            self._tokens.labels("reprefilled").inc(report.reprefilled)
+        self._tokens.labels("reprefilled").inc(report.reprefilled)
 
     def spliced(self, rid: str, plan: RequestPlan, splice: Splice, page: int) -> None:
         """A splice was executed."""
