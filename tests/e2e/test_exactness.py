@@ -149,7 +149,7 @@ class TestWithLmcacheMla(Exactness):
         return stack_plain_mla
 
 
-class TestWithLmcacheGqa(Exactness):
+class TestWithoutLmcacheGqa(Exactness):
     @pytest.fixture
     def stack(self, stack_gqa: Stack) -> Stack:
         return stack_gqa

@@ -1,6 +1,6 @@
 """I3: whatever stands in the way of an edit has a name; the request answers like a server without Leyline.
 
-Reasons that need a special server are in test_in_place.py (drift_limit, no_memory), test_runtime.py
+Reasons that need a special server are in test_in_place.py (drift_limit, no_memory, eviction), test_runtime.py
 (unsupported_rope) and test_faults.py (internal_error).
 """
 
@@ -42,9 +42,15 @@ class Arms:
     @staticmethod
     def like_plain(mine: Generation, reason: str, theirs: Generation) -> str:
         detail = refused(mine, reason)
-        same_answer(mine, theirs)
-        assert mine.input_logprobs == theirs.input_logprobs
-        assert mine.cached_tokens == theirs.cached_tokens
+        assert mine.cached_tokens >= theirs.cached_tokens
+        if mine.cached_tokens == theirs.cached_tokens:
+            same_answer(mine, theirs)
+            assert mine.input_logprobs == theirs.input_logprobs
+        else:
+            # A fill has prefilled the first part already: the same sums in another order.
+            assert mine.cached_tokens <= EDIT[0] + 10
+            assert mine.output_ids == theirs.output_ids
+            assert mine.output_logprobs == pytest.approx(theirs.output_logprobs, abs=1e-4)
         assert "leyline" not in theirs.meta
         return detail
 
@@ -165,13 +171,14 @@ class TestInvalidDirective:
         with pytest.raises(RequestError) as refusal:
             arms.ours.generate(arms.prompt, kv_hints=hints, **OPTIONS)
         assert refusal.value.status == 400
-        for form in (hints, json.dumps(hints)):
-            with pytest.raises(RequestError) as refusal:
-                arms.ours.generate(
-                    arms.prompt, max_new_tokens=5, sampling={"custom_params": {"kv_hints": form}}
-                )
-            assert refusal.value.status == 400
-        arms.still_works()
+        with pytest.raises(RequestError) as refusal:
+            arms.ours.generate(arms.prompt, max_new_tokens=5, sampling={"custom_params": {"kv_hints": hints}})
+        assert refusal.value.status == 400
+        # As text it is one of the actions that mean nothing to us.
+        text = {"custom_params": {"kv_hints": json.dumps(hints)}}
+        answer = arms.ours.generate(arms.prompt, max_new_tokens=5, sampling=text | {"ignore_eos": True})
+        assert len(answer.output_ids) == 5
+        spliced(answer)
 
 
 class TestOtherReasons:
@@ -209,16 +216,15 @@ class TestOtherReasons:
         assert spliced(owner)["prefix"] == 100
         again = arms.ours.generate(arms.prompt, **OPTIONS, **mine)
         assert report(again) is None
-        same_answer(again, arms.plain.generate(arms.prompt, **OPTIONS, **mine))
+        fresh = arms.plain.generate(arms.prompt, **OPTIONS, **mine)
+        assert again.output_ids == fresh.output_ids
+        assert again.output_logprobs == pytest.approx(fresh.output_logprobs, abs=1e-4)
 
     @pytest.mark.parametrize(
         "edit",
         [
             (101, 200, (7, 8, 9)),
-            (100, 201, (7, 8, 9)),
-            (100, 200, (7, 8)),
             (100, 200, (7, 8, 10)),
-            (0, 50, ()),
             (390, 400, ()),
         ],
         ids=str,
@@ -231,19 +237,10 @@ class TestOtherReasons:
         arms.falls_back("token_mismatch", envelope(arms.base, EDIT), arms.prompt[:102])
 
     def test_source_missing_after_the_cache_was_emptied(self, arms: Arms) -> None:
-        """C1. What LMCache holds of the exact prefix still serves (here: one chunk of 256 tokens or none)."""
+        """C1: without other tiers there is nothing to take the KV from."""
         for client in (arms.ours, arms.plain):
             client.wait_idle()
             assert client.flush_cache()
-        arms.falls_back("source_missing", envelope(arms.base, EDIT))
-
-    def test_source_missing_after_eviction(self, clients: tuple[Client, Client]) -> None:
-        """C1: the base fell out of a full pool between plan and request."""
-        arms = Arms(*clients, seed="evicted")
-        size = arms.ours.pool().capacity
-        for number in range(-(-size // 8000) + 1):
-            for client in clients:
-                client.generate(tokens(8000, ("evict", number)), max_new_tokens=1)
         arms.falls_back("source_missing", envelope(arms.base, EDIT))
 
     @pytest.mark.parametrize("kept", [0, 1, 15])
@@ -251,6 +248,11 @@ class TestOtherReasons:
         edit: Edit = (100, 400 - kept, (7, 8, 9))
         prompt = edited(arms.tokens, edit) + tokens(9, "tail")
         assert "min_reuse" in arms.falls_back("below_min_reuse", envelope(arms.base, edit), prompt)
+
+    def test_below_min_reuse_of_a_prompt_that_departs_right_after_the_edit(self, arms: Arms) -> None:
+        """It is what the directive says, but nothing behind can be kept."""
+        for edit in ((100, 200, (7, 8)), (100, 201, (7, 8, 9)), (0, 50, ()), (10, 50, ())):
+            arms.falls_back("below_min_reuse", envelope(arms.base, edit))
 
     def test_exactly_min_reuse_is_spliced(self, arms: Arms) -> None:
         edit: Edit = (100, 384, (7, 8, 9))

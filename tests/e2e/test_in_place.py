@@ -143,6 +143,18 @@ def test_a_base_that_a_running_request_holds_is_copied_E2(twin: Twin, client: Cl
     twin.edit(turn, [(150, 170, [])], tokens(9, "held u"))
 
 
+def test_source_missing_after_eviction_C1(twin: Twin, client: Client) -> None:
+    """The base fell out of a full pool before it was edited; it is prefilled, and can be edited again."""
+    base = twin.base(tokens(400, "evicted"))
+    for number in range(2):
+        client.generate(tokens(2900, ("evict", number)), max_new_tokens=1)
+    prompt = edited(base.tokens, EDIT) + tokens(9, "evicted t")
+    answer = twin.ask(prompt, max_new_tokens=5, kv_hints=envelope(base.id, EDIT))
+    refused(answer, "source_missing")
+    agree(answer, twin.reference.reprefill(prompt, 5))
+    twin.edit(twin.base(prompt), [(50, 60, [])])
+
+
 def test_no_memory(twin: Twin, client: Client) -> None:
     """A pool full of running requests: the copy finds no room, the prefill does."""
     base = twin.base(tokens(700, "room"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,13 @@ EDIT: Edit = (100, 200, (7, 8, 9))
 @pytest.fixture
 def stack(stack_gqa: Stack) -> Stack:
     return stack_gqa
+
+
+@pytest.fixture(autouse=True)
+def empty(client: Client) -> None:
+    """With free slots at hand, they are copied into rather than taken over."""
+    client.wait_idle()
+    assert client.flush_cache()
 
 
 def counters(client: Client) -> dict[str, float]:
@@ -86,7 +94,7 @@ def test_reprefilled_tokens_are_counted(client: Client) -> None:
     moved = Delta(client)
     changed = edited(prompt, EDIT) + tokens(9, "t")
     refused(client.generate(changed, kv_hints=envelope(base.id, EDIT)), "source_missing")
-    assert moved("leyline_tokens_total", how="reprefilled") > 0
+    assert moved("leyline_tokens_total", how="reprefilled") == 200
 
 
 def journal(stack: Stack) -> list[OpRecord]:
@@ -95,19 +103,20 @@ def journal(stack: Stack) -> list[OpRecord]:
 
 def test_journal_names_each_op(stack: Stack, client: Client) -> None:
     prompt = tokens(400, "journal")
-    base = client.generate(prompt, max_new_tokens=1, rid="journal-base")
+    names = [uuid.uuid4().hex for _ in range(3)]
+    base = client.generate(prompt, max_new_tokens=1, rid=names[0])
     changed = edited(prompt, EDIT) + tokens(9, "t")
-    answer = client.generate(changed, kv_hints=envelope(base.id, EDIT), rid="journal-edit")
+    answer = client.generate(changed, kv_hints=envelope(base.id, EDIT), rid=names[1])
     lineage = spliced(answer)["lineage"]
-    refused(client.generate(changed, kv_hints=envelope("nobody", EDIT), rid="journal-no"), "unknown_base")
+    refused(client.generate(changed, kv_hints=envelope("nobody", EDIT), rid=names[2]), "unknown_base")
 
     def records(rid: str) -> list[OpRecord]:
         return [record for record in journal(stack) if record.request == rid]
 
-    eventually(lambda: len(records("journal-no")) == 1 and len(records("journal-edit")) >= 2, "it is written")
-    (no,) = records("journal-no")
+    eventually(lambda: len(records(names[2])) == 1 and len(records(names[1])) >= 2, "it is written")
+    (no,) = records(names[2])
     assert (no.op, no.reason) == (None, "unknown_base")
-    ops = {record.op: record for record in records("journal-edit")}
+    ops = {record.op: record for record in records(names[1])}
     moved = ops[OpKind.COPY_ROTATE]
     assert (moved.tier, moved.tokens, moved.shift, moved.reason) == (Tier.GPU, 200, -97, None)
     assert moved.lineage.startswith(lineage)
@@ -119,7 +128,7 @@ def test_journal_names_each_op(stack: Stack, client: Client) -> None:
         record for record in journal(stack) if record.op is OpKind.FILL and record.lineage == moved.lineage
     ]
     assert [record.tokens for record in fills] == [3]
-    assert not records("journal-base")
+    assert not records(names[0])
 
 
 def test_no_prompt_in_logs_and_journal_I10(stack: Stack, client: Client) -> None:
