@@ -174,8 +174,8 @@ def test_a_server_that_refuses_to_start_shows_why(leyline: Leyline, mark: str) -
 
 @pytest.mark.slow
 def test_up_status_crash_down(leyline: Leyline, mark: str) -> None:
-    record = leyline.json("up", "--name", "life", *ALONE)
-    assert record["state"] == "running"
+    record = leyline.json("up", "--name", "life", "--no-plugin", "--no-redis", "--threads", "1")
+    assert record["servers"] == {"lmcache": "running", "sglang": "running"}
     url = record["sglang"]["url"]
     with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
         assert json.load(answer)["data"][0]["id"] == "mla"
@@ -185,21 +185,17 @@ def test_up_status_crash_down(leyline: Leyline, mark: str) -> None:
     assert status == 1
     assert f"life is already running at {url}" in one_line(err)
 
-    pid = int((leyline.state / "life" / "sglang.pid").read_text())
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: processes(mark) == [], "workers outlive a crashed SGLang")
-    status, out, _ = leyline("status", "--name", "life", "--json")
-    assert status == 3
-    assert json.loads(out)[0]["servers"] == {"sglang": "stopped"}
+    os.kill(int((leyline.state / "life" / "lmcache.pid").read_text()), signal.SIGKILL)
+    wait_for(
+        lambda: leyline("status", "--name", "life", "--json")[0] == 3, "nobody noticed that lmcache died"
+    )
+    (now,) = leyline.json("status")
+    assert now["state"] == "partly running"
+    assert now["servers"] == {"lmcache": "stopped", "sglang": "running"}
+    assert "life is already partly running" in leyline("up", "--name", "life", *ALONE)[2]
 
     (stopped,) = leyline.json("down", "--name", "life")
-    assert stopped["state"] == "stopped"
+    assert stopped["servers"] == {"lmcache": "stopped", "sglang": "stopped"}
+    assert processes(mark) == []
     assert Path(stopped["logs"]["sglang"]).is_file()
     assert leyline.json("status") == []
-
-
-@pytest.mark.slow
-def test_down_stops_running_servers(leyline: Leyline, mark: str) -> None:
-    leyline.json("up", "--no-plugin", "--no-redis", "--threads", "1")
-    assert leyline.json("down", "--all")[0]["servers"] == {"lmcache": "stopped", "sglang": "stopped"}
-    assert processes(mark) == []
