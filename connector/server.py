@@ -28,7 +28,9 @@ from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from . import versions, wire
-from .catalog import Catalog, SharedStore
+from .catalog import Catalog
+from .redis.metadata import MetadataStore, open_metadata
+from .redis.options import OptionsError, RedisOptions
 
 log = logging.getLogger(__name__)
 
@@ -48,22 +50,43 @@ class ModuleConfig:
         catalog_bytes: memory for records and buffers.
         max_jobs: fetches kept at a time; more are refused.
         sweep_s: how often overdue fetches are looked for.
+        redis: where records are shared with other nodes, with the options of the L2 adapter; none: not shared.
     """
 
     workers: int = 2
     catalog_bytes: int = 256 * 1024 * 1024
     max_jobs: int = 256
     sweep_s: float = 0.5
+    redis: RedisOptions | None = None
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> ModuleConfig:
+        """Raises :class:`ModuleConfigError`."""
         known = list(cls.__dataclass_fields__)
+        checked: dict[str, Any] = {}
         for key, value in values.items():
             if key not in known:
                 raise ModuleConfigError(f"{key}: unknown key; known keys are {', '.join(known)}")
-            if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            if key == "redis":
+                checked[key] = _redis(value)
+            elif not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
                 raise ModuleConfigError(f"{key}: expected a positive number, got {value!r}")
-        return cls(**values)
+            elif key != "sweep_s" and not isinstance(value, int):
+                raise ModuleConfigError(f"{key}: expected an integer, got {value!r}")
+            else:
+                checked[key] = value
+        return cls(**checked)
+
+
+def _redis(value: object) -> RedisOptions:
+    if not isinstance(value, dict):
+        raise ModuleConfigError(
+            f"redis: expected an object with the adapter's options, got {type(value).__name__}"
+        )
+    try:
+        return RedisOptions.of(value)
+    except OptionsError as error:
+        raise ModuleConfigError(f"redis.{error}") from None
 
 
 @dataclass(slots=True)
@@ -92,7 +115,8 @@ class _FetchJob:
 class LeylineModule:
     """The ``leyline.*`` RPCs. One per LMCache server."""
 
-    def __init__(self, build: Any, config: ModuleConfig, shared: SharedStore | None = None) -> None:
+    def __init__(self, build: Any, config: ModuleConfig, shared: MetadataStore | None = None) -> None:
+        self._shared = shared
         self._context = build.server_context
         self._modules = build.modules
         self._storage = self._context.storage_manager
@@ -129,6 +153,8 @@ class LeylineModule:
             jobs = list(self._jobs)
         for job in jobs:
             self._drop(job)
+        if self._shared is not None:
+            self._shared.close()
 
     # ------------------------------------------------------------------ RPCs
 
@@ -325,4 +351,5 @@ def build_server_modules(build: Any) -> LeylineModule:
     """Factory that ``--server-module`` names. Raises for an unsupported LMCache or a wrong ``config``."""
     versions.check("lmcache")
     config = ModuleConfig.of(dict(build.config))
-    return LeylineModule(build, config)
+    shared = open_metadata(config.redis) if config.redis is not None else None
+    return LeylineModule(build, config, shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from leyline_lmcache.connector import wire
 from leyline_lmcache.connector.catalog import Catalog
+from leyline_lmcache.connector.redis.memory import MemoryMetadata
 from leyline_lmcache.connector.server import ModuleConfig, ModuleConfigError
 
 HELLO = wire.Hello(instance=7, version="1")
@@ -49,22 +51,20 @@ def test_t10_another_wire_version_says_both() -> None:
     assert wire.decode(wire.encode(HELLO), wire.Hello) == HELLO
 
 
-class Shared:
+class Away(MemoryMetadata):
     """A shared store that can be away."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.away = False
+    away = False
 
-    def put(self, values: dict[str, bytes]) -> None:
+    def put(self, *args: Any, **kwargs: Any) -> Any:
         if self.away:
             raise OSError("away")
-        self.values |= values
+        return super().put(*args, **kwargs)
 
-    def get(self, names: list[str]) -> list[bytes | None]:
+    def get(self, *args: Any, **kwargs: Any) -> Any:
         if self.away:
             raise OSError("away")
-        return [self.values.get(name) for name in names]
+        return super().get(*args, **kwargs)
 
 
 def test_a_record_is_found_with_its_buffers_and_only_in_its_namespace_and_model() -> None:
@@ -85,7 +85,7 @@ def test_the_catalog_is_bounded_and_the_oldest_goes() -> None:
 
 
 def test_t8_a_shared_store_that_is_away_costs_other_nodes_only() -> None:
-    shared = Shared()
+    shared = Away()
     here, there = Catalog(1 << 20, shared), Catalog(1 << 20, shared)
     here.publish(record("r"))
     assert there.resolve(ask("r")).record is not None
@@ -102,3 +102,9 @@ def test_i9_the_modules_config_names_the_key() -> None:
         ModuleConfig.of({"worker": 3})
     with pytest.raises(ModuleConfigError, match="workers: expected a positive number, got '3'"):
         ModuleConfig.of({"workers": "3"})
+    with pytest.raises(ModuleConfigError, match=r"redis\.ur: unknown key"):
+        ModuleConfig.of({"redis": {"ur": "redis://h:1"}})
+    with pytest.raises(ModuleConfigError, match="redis: expected an object"):
+        ModuleConfig.of({"redis": "redis://h:1"})
+    shared = ModuleConfig.of({"redis": {"url": "redis://h:1"}})
+    assert shared.redis is not None
