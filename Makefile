@@ -22,7 +22,7 @@ demo: ## An agent that edits its history, in three arms, on the real stack
 	@$(PY); exec $$py -P -m leyline_lmcache demo $(ARGS)
 
 test: ## All tests; the real servers start once per run
-	@$(PY); exec $$py -P -W 'ignore:builtin type:DeprecationWarning' -m pytest $(ARGS)
+	@$(PY); exec $$py -P -m pytest $(ARGS)
 
 lint: ## ruff check, ruff format --check, mypy --strict
 	@$(PY); rc=0; \
