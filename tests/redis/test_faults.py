@@ -156,7 +156,10 @@ def test_full_redis_refuses_writes_and_serves_reads(tmp_path: Path, make_store: 
         outcomes = store.store(items([1 << 20] * 12, first=10))
         assert set(outcomes) == {OK, Outcome.OUT_OF_MEMORY}
         # While it is full, values are not sent in vain, and reads go on.
-        assert store.store(items([1 << 20] * 2, first=30)) == [Outcome.OUT_OF_MEMORY] * 2
+        with server.client() as client:
+            before = client.info("stats")["total_net_input_bytes"]
+            assert store.store(items([1 << 20] * 2, first=30)) == [Outcome.OUT_OF_MEMORY] * 2
+            assert client.info("stats")["total_net_input_bytes"] - before < 1 << 20
         assert store.load(empty(items([1 << 20] * 3))) == [OK] * 3
         assert store.client.is_up
         with server.client() as client:
@@ -372,6 +375,43 @@ def test_what_came_before_the_break_counts(make_store: MakeStore) -> None:
         found = empty(wanted)
         assert store.load(found) == [OK, Outcome.UNREACHABLE, Outcome.UNREACHABLE]
         assert found[0][1] == wanted[0][1]
+        store.close()
+    finally:
+        liar.close()
+
+
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_what_a_broken_connection_interrupts_is_tried_again(make_store: MakeStore, retries: int) -> None:
+    value: list[bytes] = []
+    asked = [0]
+
+    def answer(taken: socket.socket, _: bytes) -> None:
+        asked[0] += 1
+        if asked[0] < 3:
+            taken.shutdown(socket.SHUT_RDWR)
+        else:
+            taken.sendall(b"$%d\r\n%b\r\n" % (len(value[0]), value[0]))
+
+    liar = Liar(answer)
+    try:
+        store = make_store(liar.url, retries=retries)
+        wanted = items([100])
+        value.append(store.encode(*wanted[0]))
+        assert store.load(empty(wanted)) == [OK if retries >= 2 else Outcome.UNREACHABLE]
+        assert asked[0] == min(3, retries + 1)
+        store.close()
+    finally:
+        liar.close()
+
+
+def test_a_late_answer_never_meets_the_next_question(make_store: MakeStore) -> None:
+    """A connection that timed out is not used again: its answer may still come."""
+    liar = Liar(lambda taken, data: None)
+    try:
+        store = make_store(liar.url, socket_timeout=0.2, task_timeout=0.4, breaker_threshold=100)
+        for _ in range(3):
+            assert store.load(empty(items([100]))) == [Outcome.TIMEOUT]
+        assert len(liar._open) == 3
         store.close()
     finally:
         liar.close()

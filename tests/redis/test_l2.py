@@ -31,7 +31,9 @@ from leyline_lmcache.connector.l2 import (
     kv_key,
     object_key,
 )
+from leyline_lmcache.connector.lanes import Part
 from leyline_lmcache.connector.redis import OptionsError, Outcome
+from leyline_lmcache.connector.redis.wire import Deadline
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -367,6 +369,29 @@ def test_tasks_behind_a_busy_thread_end_in_time(make_adapter: MakeAdapter) -> No
     bitmap = until(adapter.get_load_event_fd(), lambda: adapter.query_load_result(tasks[0]))
     assert bitmap.test(0)
     assert [content(room[0]) != bytes(100) for room in rooms] == [True, False, False, False]
+
+
+def test_a_part_ends_once() -> None:
+    ends: list[list[Outcome]] = []
+    runs: list[int] = []
+
+    def run(deadline: Deadline) -> list[Outcome]:
+        runs.append(1)
+        assert not part.give_up(Outcome.TIMEOUT)  # it runs: nobody may end it from outside
+        return [Outcome.OK] * 2
+
+    part = Part(2, Deadline(5), run, ends.append)
+    part.carry_out()
+    part.carry_out()
+    assert not part.give_up(Outcome.CLOSED)
+    assert ends == [[Outcome.OK] * 2] and runs == [1]
+    late = Part(1, Deadline(-1), run, ends.append)
+    assert late.give_up(Outcome.TIMEOUT)
+    late.carry_out()
+    assert ends[1:] == [[Outcome.TIMEOUT]] and runs == [1]
+    short = Part(3, Deadline(5), lambda deadline: [Outcome.OK], ends.append)
+    short.carry_out()
+    assert ends[2:] == [[Outcome.ERROR] * 3]
 
 
 def test_a_store_that_raises_ends_its_task(make_adapter: MakeAdapter) -> None:
