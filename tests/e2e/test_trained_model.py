@@ -21,28 +21,26 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from _contract import MIN_REUSE, Arm, Form, load_cases, run_cases
 
 
-@pytest.mark.parametrize("form", list(Form))
-def test_a_splice_answers_like_full_context_and_a_reprefill_never_does(stack_tiny: Stack, form: Form) -> None:
-    """All 160 cases: one to three edits, shifts of both signs, one and two hops.
-
-    Only the form with the question cached before the edit would notice keys that were not turned, or turned
-    wrongly.
-    """
+@pytest.mark.parametrize(
+    ("form", "isolated"),
+    [
+        # The form that notices keys which were not turned, or turned wrongly.
+        pytest.param(Form.BEFORE, True, id="question_before_edit"),
+        # All arms in one cache: the same text, prefilled after it was spliced, sees nothing of that (I1).
+        pytest.param(Form.AFTER, False, id="question_after_edit-one_cache"),
+    ],
+)
+def test_a_splice_answers_like_full_context_and_a_reprefill_never_does(
+    stack_tiny: Stack, form: Form, isolated: bool
+) -> None:
+    """All 160 cases: one to three edits, shifts of both signs, one and two hops."""
     assert stack_tiny.spec.leyline["min_reuse"] == MIN_REUSE, "many cases keep fewer tokens than the default"
     cases = load_cases()
     assert len(cases) == 160
     with quiet_log(stack_tiny):
-        outcomes = run_cases(stack_tiny, cases, [form])
+        outcomes = run_cases(stack_tiny, cases, [form], isolated=isolated)
     assert [(each.case, each.reason) for each in outcomes if not each.is_spliced] == []
     assert [each.case for each in outcomes if not each.same(Arm.SPLICE)] == []
     assert [each.case for each in outcomes if each.same(Arm.REPREFILL)] == []
     # The full arm is the measure, so it has to be good: the model is right in all but one case of 240.
     assert sum(each.replies[Arm.FULL].answer != each.expected for each in outcomes) <= 1
-
-
-def test_with_one_cache_for_all_arms_a_reprefill_still_sees_nothing_of_a_splice(stack_tiny: Stack) -> None:
-    """I1, I2: the same text, prefilled after it was spliced, in the same namespace."""
-    with quiet_log(stack_tiny):
-        outcomes = run_cases(stack_tiny, load_cases(40), list(Form), isolated=False)
-    assert [each.case for each in outcomes if not each.same(Arm.SPLICE)] == []
-    assert [each.case for each in outcomes if each.same(Arm.REPREFILL)] == []
