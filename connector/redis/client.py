@@ -45,7 +45,7 @@ from .breaker import Breaker, WriteGate
 from .credentials import Credentials, PasswordSource
 from .options import RedisOptions
 from .outcome import Outcome
-from .wire import Deadline, Wire
+from .wire import Deadline, TaskTimeout, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,11 @@ def outcome_of(error: BaseException) -> Outcome:
         case OSError():
             return Outcome.UNREACHABLE
     return Outcome.ERROR
+
+
+def is_down(error: BaseException) -> bool:
+    """True if the error says that the node does not serve us at all, not only that it refused a command."""
+    return outcome_of(error).is_outage and not isinstance(error, NoPermissionError | TaskTimeout)
 
 
 def outcome_of_line(line: bytes) -> Outcome | None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from redis.exceptions import ResponseError
 
-from .client import FAILURES, REDIRECTS, RedisClient, outcome_of
+from .client import FAILURES, REDIRECTS, RedisClient, is_down, outcome_of
 from .codec import ValueFault, pack, unpack
 from .keys import KeySchema, digest
 from .options import RedisOptions
@@ -305,7 +305,7 @@ class RedisMetadata:
                         continue
                     except FAILURES as second:
                         error = second
-                if node is not None and outcome_of(error).is_outage:
+                if node is not None and is_down(error):
                     self.client.failed(node, error)
                 raise self._error(operation, error) from None
 

@@ -21,7 +21,7 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-from .client import FAILURES, REDIRECTS, RedisClient, outcome_of, outcome_of_line
+from .client import FAILURES, REDIRECTS, RedisClient, is_down, outcome_of, outcome_of_line
 from .codec import (
     MAX_HEADER_BYTES,
     MAX_VALUE_BYTES,
@@ -37,7 +37,7 @@ from .codec import (
 from .keys import KeySchema, KVKey, digest
 from .options import RedisOptions
 from .outcome import Counters, Outcome, StorageError
-from .wire import Bulk, Deadline, TaskTimeout, Wire, pack
+from .wire import Bulk, Deadline, Wire, pack
 
 logger = logging.getLogger(__name__)
 
@@ -454,7 +454,7 @@ class RedisKVStore:
                     attempt += 1
                     time.sleep(pause)
                     continue
-                if outcome.is_outage and not isinstance(error, TaskTimeout):
+                if is_down(error):
                     self.client.failed(node, error)
                 self._warn(f"{outcome.value} at {node}: {error}")
                 call.settle(todo, outcome)

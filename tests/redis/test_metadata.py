@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -265,6 +266,25 @@ def test_full_redis_writes_all_or_nothing(tmp_path_factory: pytest.TempPathFacto
             assert records.get("s", [BASE, VIEW]) == [None, None]
         finally:
             records.close()
+
+
+def test_a_command_that_is_not_allowed_does_not_take_the_others_along(
+    redis_server: RedisServer, tmp_path: Path, raw: redis.Redis
+) -> None:
+    (tmp_path / "secret").write_text("right")
+    raw.execute_command(*"ACL SETUSER few on >right ~leyline:* +get +set +multi +exec +@connection".split())
+    values = {"url": f"redis://few@127.0.0.1:{redis_server.port}", "password_file": str(tmp_path / "secret")}
+    records = open_metadata(RedisOptions.of(values, {}))
+    try:
+        records.put("s", {BASE: b"1"})
+        for _ in range(2):
+            with pytest.raises(StorageError) as error:
+                records.delete("s", [BASE])
+            assert error.value.outcome is Outcome.DENIED
+        assert body(records, "s", BASE) == b"1" and records.status()["up"]
+    finally:
+        records.close()
+        raw.acl_deluser("few")
 
 
 def test_a_replica_serves_records(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ def test_defaults_need_no_key() -> None:
     options = of()
     assert (options.host, options.port, options.db, options.ssl) == ("localhost", 6379, 0, False)
     assert options.where == "localhost:6379/0"
+
+
+def test_every_option_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
+    documented = set(re.findall(r"`([a-z_]+)`", text.partition("## Options")[2].partition("### Secrets")[0]))
+    assert set(RedisOptions.known()) <= documented
 
 
 def test_unknown_key_lists_the_known_ones() -> None:

@@ -234,6 +234,20 @@ def test_cluster_spreads_blocks_over_all_nodes(nodes: list[RedisServer], spread:
     assert len(listed) == 60 and set(listed) == {key for key, _ in stored}
 
 
+def test_cluster_with_the_rights_that_are_documented(
+    nodes: list[RedisServer], make_store: MakeStore, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("right")
+    rights = "on >right ~leyline:* +@read +@write +@connection +@transaction"
+    rights += " +cluster|slots +cluster|shards +cluster|nodes +command"
+    for server in nodes:
+        with server.client() as client:
+            client.execute_command("ACL", "SETUSER", "kv", *rights.split())
+    store = _on(make_store, nodes, username="kv", password_file=str(tmp_path / "secret"), ttl=100)
+    round_trip(store)
+    RedisMetadata(store.client).put("s", {("a", "b"): b"c"}, expect={("a", "b"): None})
+
+
 def test_cluster_writes_the_records_of_a_family_together(spread: RedisKVStore) -> None:
     records = RedisMetadata(spread.client)
     for i in range(8):
