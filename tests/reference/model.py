@@ -207,9 +207,15 @@ class Reference:
 
     # ------------------------------------------------------------------ edits
 
-    def edited(self, base: Context, edits: Sequence[Edit], computed: Sequence[tuple[int, int]]) -> Context:
+    def edited(
+        self,
+        base: Context,
+        edits: Sequence[Edit],
+        computed: Sequence[tuple[int, int]],
+        upto: int | None = None,
+    ) -> Context:
         """The edited sequence: ``computed`` ranges (edited positions) prefilled at their place, left to
-        right, all other tokens with the KV they have in ``base``.
+        right, all other tokens with the KV they have in ``base``; the first ``upto`` of them.
 
         Raises:
             ValueError: a replacement's token is in no computed range.
@@ -217,7 +223,8 @@ class Reference:
         tokens, sources = apply_edits(base.tokens, edits)
         out = self.empty()
         at = 0
-        for start, end in [*computed, (len(tokens), len(tokens))]:
+        total = len(tokens) if upto is None else upto
+        for start, end in [*computed, (total, total)]:
             while at < start:
                 source = sources[at]
                 if source is None:
@@ -244,7 +251,7 @@ class Reference:
     ) -> tuple[Answer, Served]:
         """What the engine has to answer to an edited request: kept KV as far as the rules go, then a tail."""
         served = serve(base.tokens, edits, prompt, page_size=page_size, min_reuse=min_reuse)
-        kept = self.edited(base, edits, served.computed).cut(0, served.target)
+        kept = self.edited(base, edits, served.computed, served.target)
         return self.answer(kept, prompt[served.target :], count), served
 
     def reprefill(self, prompt: Sequence[int], count: int = 8) -> Answer:

@@ -19,13 +19,16 @@ class Served:
 
     Attributes:
         computed: ranges, in edited positions, that are prefilled for the replacements before the request.
-        target: tokens of the prompt that come from the cache; the rest is the request's own tail.
+        target: where the request's own tail begins: before it, KV is kept or prefilled for a replacement.
+        cached: tokens of the prompt that come from the cache: more than ``target`` if a replacement near the
+            end was prefilled ahead of the request.
         prefix: tokens before the first edit.
         kept: of the tokens after the first edit, how many keep their KV.
     """
 
     computed: tuple[tuple[int, int], ...]
     target: int
+    cached: int
     prefix: int
     kept: int
 
@@ -76,12 +79,16 @@ def serve(
         else:
             computed.append((low, high))
     # A replacement with nothing worth keeping after it belongs to the tail.
+    ahead = 0
     while computed and computed[-1][1] + min_reuse > reach:
-        reach = min(reach, computed.pop()[0])
+        low, high = computed.pop()
+        reach = min(reach, low)
+        if high + min_reuse <= len(prompt):
+            ahead = max(ahead, high)
     # One token at least is computed by the request itself.
     reach = min(reach, (len(prompt) - 1) // page_size * page_size)
 
     first = real[0][0] if real else len(tokens)
     again = {position for start, end in computed for position in range(start, end)}
     kept = sum(1 for at in range(min(first, reach), reach) if sources[at] is not None and at not in again)
-    return Served(tuple(computed), reach, min(first, reach), kept)
+    return Served(tuple(computed), reach, max(reach, ahead), min(first, reach), kept)

@@ -110,4 +110,7 @@ def test_rules_leave_a_replacement_near_the_end_to_the_tail() -> None:
     edits = [(20, 30, []), (90, 95, [1, 2])]
     prompt = apply_edits(base, edits)[0] + [9] * 5
     served = serve(base, edits, prompt)
-    assert served.computed == () and served.target == 80 and served.kept == 60
+    assert served.computed == () and served.target == served.cached == 80 and served.kept == 60
+    # With a longer new turn it is prefilled ahead, and found in the cache.
+    served = serve(base, edits, [*prompt, *[9] * 20])
+    assert served.computed == () and (served.target, served.cached, served.kept) == (80, 82, 60)
