@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 
 from .redis.outcome import Outcome
 from .redis.wire import Deadline
@@ -38,6 +39,11 @@ class Part:
         self._end = end
         self._claimed = False
         self._lock = threading.Lock()
+
+    @property
+    def is_claimed(self) -> bool:
+        """True once it runs or has ended."""
+        return self._claimed
 
     def carry_out(self) -> None:
         """Run it, unless it has already ended."""
@@ -79,10 +85,12 @@ class Lanes:
     """
 
     def __init__(self, name: str, count: int) -> None:
-        self._ready = threading.Condition()
-        self._queue: deque[Part] = deque()
+        # Its wake-up is one step in C; a Condition's takes several in Python, on every task's way.
+        self._queue: SimpleQueue[Part | None] = SimpleQueue()
+        # The same parts, to find those that wait too long; what has ended is dropped from the left.
+        self._waiting: deque[Part] = deque()
+        self._lock = threading.Lock()
         self._closed = False
-        self._busy = 0
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
             for number in range(count)
@@ -101,38 +109,36 @@ class Lanes:
     @property
     def waiting(self) -> int:
         """Parts in the queue."""
-        return len(self._queue)
-
-    @property
-    def busy(self) -> int:
-        """Parts being carried out."""
-        return self._busy
+        return sum(not part.is_claimed for part in list(self._waiting))
 
     def submit(self, parts: list[Part]) -> None:
         """Queue parts; after `close` they end at once."""
-        with self._ready:
-            if not self._closed:
-                self._queue.extend(parts)
-                self._ready.notify(len(parts))
-                return
-        for part in parts:
-            part.give_up(Outcome.CLOSED)
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._waiting.extend(parts)
+                for part in parts:
+                    self._queue.put(part)
+        if closed:
+            for part in parts:
+                part.give_up(Outcome.CLOSED)
 
     def expire(self) -> int:
         """End the parts that waited past their deadline; how many."""
-        with self._ready:
-            late = [part for part in self._queue if part.deadline.is_past]
-            for part in late:
-                self._queue.remove(part)
-        return sum(part.give_up(Outcome.TIMEOUT) for part in late)
+        return sum(
+            part.give_up(Outcome.TIMEOUT)
+            for part in list(self._waiting)
+            if not part.is_claimed and part.deadline.is_past
+        )
 
     def close(self, timeout_s: float) -> bool:
         """End what waits, let what runs end. False if a thread was still busy after the time-out."""
-        with self._ready:
-            self._closed = True
-            left, self._queue = list(self._queue), deque()
-            self._ready.notify_all()
-        for part in left:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for _ in self._threads:
+                    self._queue.put(None)
+        for part in list(self._waiting):
             part.give_up(Outcome.CLOSED)
         deadline = Deadline(timeout_s)
         for thread in self._threads:
@@ -140,20 +146,13 @@ class Lanes:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
-        while True:
-            with self._ready:
-                while not self._queue and not self._closed:
-                    self._ready.wait()
-                if self._closed:
-                    return
-                part = self._queue.popleft()
-                self._busy += 1
+        while (part := self._queue.get()) is not None:
             try:
                 part.carry_out()
             except Exception:
                 # `end` of the part failed: the thread must live on for the others.
                 logger.exception("the end of a part could not be told")
-            finally:
-                with self._ready:
-                    self._busy -= 1
-            del part  # its views must not outlive the task
+            part = None  # its views must not outlive the task
+            with self._lock:
+                while self._waiting and self._waiting[0].is_claimed:
+                    self._waiting.popleft()

@@ -50,7 +50,7 @@ class ModuleConfig:
         catalog_bytes: memory for records and buffers.
         max_jobs: fetches kept at a time; more are refused.
         sweep_s: how often overdue fetches are looked for.
-        redis: where records are shared with other nodes, with the options of the L2 adapter; none: not shared.
+        redis: where records are shared with other nodes; the options are the L2 adapter's.
     """
 
     workers: int = 2

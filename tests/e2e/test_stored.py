@@ -1,0 +1,149 @@
+"""Edits whose source left the GPU: loaded from LMCache's CPU tier, from Redis, and on another node.
+
+Two engines, each with an ``lmcache server`` of its own, share one Redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from reference.model import Reference
+from reference.rules import Edit
+from support.specs import STACKS
+
+from leyline_lmcache.stack import Stack, StackSpec
+from leyline_lmcache.stack.client import Client, Generation
+from leyline_lmcache.stack.ports import PortLease
+
+from .driver import TOLERANCE, edited, envelope, eventually, quiet_log, refused, spliced, tokens
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+CHUNK = 16
+OPTIONS = {"max_new_tokens": 5, "logprobs": True, "sampling": {"ignore_eos": True}}
+EDITS: tuple[Edit, ...] = ((100, 200, (7, 8, 9)), (300, 310, ()))
+
+
+def _spec(**changes: object) -> StackSpec:
+    return replace(
+        STACKS["stack_mla"],
+        chunk_size=CHUNK,
+        server_module=True,
+        l2="leyline",
+        max_total_tokens=8192,
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[tuple[Stack, Stack]]:
+    lease = PortLease()
+    port = lease.take("redis")
+    lease.release()
+    url = f"redis://127.0.0.1:{port}"
+    shared = {"redis": {"url": url}}
+    with (
+        Stack(_spec(redis_port=port, server_options=shared)) as here,
+        Stack(_spec(redis_url=url, server_options=shared)) as there,
+    ):
+        yield here, there
+
+
+def _flush(client: Client) -> None:
+    client.wait_idle()
+    assert client.flush_cache()
+
+
+def _base(client: Client, seed: str) -> tuple[Generation, list[int]]:
+    prompt = tokens(600, seed)
+    answer = client.generate(prompt, **OPTIONS)
+    return answer, prompt + list(answer.output_ids[:-1])
+
+
+def _edit(client: Client, base: Generation, known: list[int], **more: object) -> Generation:
+    prompt = edited(known, *EDITS) + tokens(20, "tail")
+    return client.generate(prompt, kv_hints=envelope(base.id, *EDITS), **{**OPTIONS, **more})
+
+
+def _same(loaded: Generation, kept: Generation) -> None:
+    assert loaded.output_ids == kept.output_ids
+    assert loaded.output_logprobs == pytest.approx(kept.output_logprobs, abs=TOLERANCE)
+
+
+def test_loads_from_the_cpu_tier_and_answers_as_from_the_gpu(nodes: tuple[Stack, Stack]) -> None:
+    here, _ = nodes
+    with quiet_log(here), here.client(120.0) as client:
+        base, known = _base(client, "l1")
+        kept = _edit(client, base, known, cache_salt=None)
+        assert spliced(kept)["reprefilled"] == 0
+        _flush(client)
+        loaded = _edit(client, base, known)
+        said = spliced(loaded)
+        # Only the base's last, incomplete chunk was never stored.
+        assert said["moved"] > 0 and said["reprefilled"] < CHUNK
+        assert loaded.cached_tokens >= kept.cached_tokens - CHUNK
+        # A shorter reach prefills a few tokens in the edited view: the same answer, not the same bits.
+        assert loaded.output_ids[0] == kept.output_ids[0]
+
+
+def test_loads_from_redis_on_another_node_and_after_a_restart(
+    nodes: tuple[Stack, Stack], reference_of: Callable[[str], Reference]
+) -> None:
+    here, there = nodes
+    with quiet_log(here), quiet_log(there), here.client(120.0) as mine, there.client(120.0) as theirs:
+        base, known = _base(mine, "other")
+        _flush(mine)
+        local = _edit(mine, base, known)
+        reach = spliced(local)["reach"]
+        # Stores reach Redis, and the record, a moment after the answer.
+        eventually(lambda: spliced_or_none(_edit(theirs, base, known)) == reach, "the other node loads all")
+        remote = _edit(theirs, base, known)
+        _same(remote, local)
+    here.restart("sglang")
+    with here.client(120.0) as again:
+        loaded = _edit(again, base, known)
+        assert spliced(loaded)["reach"] == reach
+        _same(loaded, local)
+
+
+def spliced_or_none(answer: Generation) -> int | None:
+    said = answer.meta["leyline"]
+    return int(said["reach"]) if said["outcome"] == "spliced" else None
+
+
+def test_i7_a_base_of_another_tenant_is_unknown_on_every_node(nodes: tuple[Stack, Stack]) -> None:
+    here, there = nodes
+    with here.client(120.0) as mine, there.client(120.0) as theirs:
+        prompt = tokens(600, "tenant")
+        base = mine.generate(prompt, cache_salt="alpha", **OPTIONS)
+        known = prompt + list(base.output_ids[:-1])
+        for client in (mine, theirs):
+            refused(_edit(client, base, known, cache_salt="beta"), "unknown_base")
+            refused(_edit(client, base, known), "unknown_base")
+
+
+def test_locks_and_slots_come_back(nodes: tuple[Stack, Stack]) -> None:
+    """I6 on both tiers."""
+    here, _ = nodes
+    import httpx
+
+    with quiet_log(here), here.client(120.0) as client:
+        for i in range(8):
+            base, known = _base(client, f"locks{i}")
+            _flush(client)
+            _edit(client, base, known)
+        usage = client.wait_idle()
+        assert usage.used == 0, usage
+
+        def unlocked() -> bool:
+            status = httpx.get(f"{here.lmcache_url}/status", timeout=30).json()
+            tier = (
+                status["storage_manager"]["l1_manager"]
+                if "storage_manager" in status
+                else status["l1_manager"]
+            )
+            return tier["read_locked_count"] == 0 and tier["write_locked_count"] == 0
+
+        eventually(unlocked, "every lock in L1 is given back")
