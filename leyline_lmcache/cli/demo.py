@@ -19,11 +19,11 @@ from leyline_lmcache.cli.output import stderr, stdout
 from leyline_lmcache.cli.up import show_progress
 from leyline_lmcache.demo import picture as pictures
 from leyline_lmcache.demo import screen
-from leyline_lmcache.demo.arms import converse
+from leyline_lmcache.demo.arms import choose_version, converse
 from leyline_lmcache.demo.curl import commands
 from leyline_lmcache.demo.dialect import Dialect
 from leyline_lmcache.demo.results import Arm, Conversation, TurnResult, Verdict
-from leyline_lmcache.demo.scenario import MOST_TURNS, Scenario, write_scenario
+from leyline_lmcache.demo.scenario import MOST_TURNS, Scenario
 from leyline_lmcache.demo.servers import Running, choose_model, servers, spec_of
 from leyline_lmcache.stack import StackSpec, models
 
@@ -57,7 +57,6 @@ def run(
 
     Example: `leyline demo --turns 12 --json figures.json --keep`
     """
-    scenario = write_scenario(turns, seed)
     target = _picture_file(picture)
     spec = spec_of(model or choose_model(), page_size)
     dialect = Dialect.of_model(models.resolve(spec.model))
@@ -68,7 +67,7 @@ def run(
         servers(spec, show_progress(status.update), name if keep else None) as running,
     ):
         status.stop()
-        conversation = _hold(out, running, spec, dialect, scenario, seed)
+        conversation = _hold(out, running, spec, dialect, turns, seed)
         if not keep:
             status.update("stopping the servers")
             status.start()
@@ -86,7 +85,7 @@ def run(
 
 
 def _hold(
-    out: Console, running: Running, spec: StackSpec, dialect: Dialect, scenario: Scenario, seed: int
+    out: Console, running: Running, spec: StackSpec, dialect: Dialect, turns: int, seed: int
 ) -> Conversation:
     """Hold the conversation and show it as it goes."""
     out.print()
@@ -98,13 +97,14 @@ def _hold(
     longest = 0
     out.print(screen.column_heads())
     with running.client(spec.model) as client:
+        version, scenario = choose_version(client, dialect, turns, seed)
         for turn in converse(client, dialect, scenario):
             longest = longest or _expected_length(turn, scenario)
             done.append(turn)
             for line in screen.turn_lines(turn, longest):
                 out.print(line)
     ops = running.ops_of(done[-1].arms[Arm.SPLICE].final.lineage)
-    conversation = Conversation(spec.model, dialect.trained, seed, done, ops)
+    conversation = Conversation(spec.model, dialect.trained, seed, version, done, ops)
     for line in screen.total_lines(conversation):
         out.print(line)
     out.print("\n[bold]what the last edit made the tiers do[/bold] (leyline ops shows the journal)")

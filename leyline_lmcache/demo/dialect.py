@@ -25,6 +25,7 @@ class Dialect:
         before: what stands before a message's text; `{role}` is its role.
         after: what ends a message.
         asking: what follows the last message for the model to answer.
+        answer_tokens: how many tokens an answer has.
         trained: the model's answers mean something.
     """
 
@@ -33,6 +34,7 @@ class Dialect:
     before: str
     after: str
     asking: str
+    answer_tokens: int
     trained: bool
 
     @classmethod
@@ -42,8 +44,8 @@ class Dialect:
 
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         if tokenizer.token_to_id("<|assistant|>") is not None:
-            return cls(tokenizer, "<|bos|>", "<|{role}|> ", "<|end|>", "<|assistant|>", True)
-        return cls(tokenizer, "<s>", "{role}: ", "\n", "assistant: ", False)
+            return cls(tokenizer, "<|bos|>", "<|{role}|> ", "<|end|>", "<|assistant|>", 1, True)
+        return cls(tokenizer, "<s>", "{role}: ", "\n", "assistant: ", 4, False)
 
     def opening(self) -> tuple[int, ...]:
         """Tokens before the first message."""

@@ -38,6 +38,7 @@ class Served:
         outcome: of the edit, as the plugin reports it; "" for a request without directives.
         reason: why the edit was refused; "" if it was not.
         lineage: short name of the edited view; "" for exact KV.
+        sure: the answer's probability to the model, where it was asked for.
     """
 
     prompt: int
@@ -51,6 +52,7 @@ class Served:
     outcome: str = ""
     reason: str = ""
     lineage: str = ""
+    sure: float | None = None
 
     @property
     def computed(self) -> int:
@@ -143,7 +145,7 @@ class Conversation:
     Attributes:
         model: the model's name.
         trained: its answers mean something.
-        seed: of the scenario.
+        seed, version: of the scenario.
         turns: in order.
         ops: what the last edit made the tiers do, from the journal.
     """
@@ -151,6 +153,7 @@ class Conversation:
     model: str
     trained: bool
     seed: int
+    version: int
     turns: Sequence[TurnResult]
     ops: Sequence[OpRecord] = ()
 
@@ -186,6 +189,7 @@ class Conversation:
             "model": self.model,
             "trained": self.trained,
             "seed": self.seed,
+            "version": self.version,
             "verdict": self.verdict.value,
             "turns": [_turn_json(turn) for turn in self.turns],
             "totals": totals,

@@ -6,7 +6,8 @@ output sets a variable (`kappa = 42;`), a note derives another from it without s
 asked, the output that set the value has just been dropped, so the value is nowhere in the text. It is only in
 the KV of the note, which attended to the output while it was there.
 
-The sizes are such that the tiny model, given the whole history, nearly always answers right.
+The sizes are such that the tiny model, given the whole history, nearly always answers right. Where it is not
+sure, a question says nothing about the stack, so a seed has several versions to choose from (see `arms`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 MOST_TURNS = 16
 """More would need longer histories than the tiny model can be asked about."""
 
-_LAG = 4
+_LAG = 8
 """How many turns old a tool output is when it is dropped."""
 
 
@@ -58,15 +59,15 @@ class Round:
         call: the agent calls a tool.
         output: what the tool says: the part that is dropped when it is stale.
         note: what the agent derives from it.
-        log: chatter of another tool.
+        aside: a call that came to nothing.
         asked: the variable whose value follows from the output.
         value: that value.
     """
 
     call: Message
-    output: tuple[Message, ...]
+    output: Message
     note: Message
-    log: Message
+    aside: Message
     asked: str
     value: str
 
@@ -80,7 +81,7 @@ class Turn:
         round: index of the round that is new in this turn.
         stale: index of the round whose output is replaced by `stub`.
         stub: what stands in its place.
-        deleted: index of a round whose log is removed without a replacement; None: of none.
+        deleted: index of a round whose aside is removed without a replacement; None: of none.
         question: asks for what follows from the stale output.
         expected: the right answer, given everything that was ever said.
     """
@@ -111,15 +112,15 @@ class Scenario:
     turns: tuple[Turn, ...]
 
 
-def write_scenario(turns: int, seed: int) -> Scenario:
-    """A conversation of so many turns; the same seed gives the same one.
+def write_scenario(turns: int, seed: int, version: int = 0) -> Scenario:
+    """A conversation of so many turns; the same seed and version give the same one.
 
     Raises:
         ValueError: for a number of turns outside 1 to `MOST_TURNS`.
     """
     if not 1 <= turns <= MOST_TURNS:
         raise ValueError(f"turns: expected 1 to {MOST_TURNS}, got {turns}")
-    chance = random.Random(seed)
+    chance = random.Random(f"{seed}.{version}")
     names = iter(chance.sample(_NAMES, len(_NAMES)))
     rounds = tuple(_round(chance, names) for _ in range(_LAG + turns))
     system = Message("system", "You track variables. Answer with the value or unknown.")
@@ -130,21 +131,25 @@ def _round(chance: random.Random, names: Iterator[str]) -> Round:
     source, asked = next(names), next(names)
     value = str(chance.randrange(100))
     return Round(
-        call=Message("assistant", f"call {chance.choice(_CHATTER)}"),
-        output=(Message("tool", f"{source} = {value};"), Message("tool", _chatter(chance, 28, 38))),
+        call=_call(chance),
+        output=Message("tool", f"{_chatter(chance, 10, 20)} {source} = {value};"),
         note=Message("assistant", f"{asked} = {source};"),
-        log=Message("tool", _chatter(chance, 6, 14)),
+        aside=_call(chance),
         asked=asked,
         value=value,
     )
 
 
+def _call(chance: random.Random) -> Message:
+    return Message("assistant", f"call {chance.choice(_CHATTER)}")
+
+
 def _turn(chance: random.Random, rounds: tuple[Round, ...], i: int) -> Turn:
     # Mostly the stub is shorter than what it replaces; a summary now and then is longer.
     if i % 4 == 3:
-        stub = f"[evicted: 2 older tool turns summary of older turns kept {_chatter(chance, 40, 46)}]"
+        stub = f"[evicted: 1 older tool turns summary of older turns kept {_chatter(chance, 18, 24)}]"
     else:
-        stub = "[evicted: 2 older tool turns]"
+        stub = "[evicted: 1 older tool turns]"
     return Turn(
         number=i + 1,
         round=i + _LAG,

@@ -32,7 +32,7 @@ def every_message(turns: int, seed: int) -> Iterable[Message]:
     scenario = write_scenario(turns, seed)
     yield scenario.system
     for one in scenario.rounds:
-        yield from (one.call, *one.output, one.note, one.log)
+        yield from (one.call, one.output, one.note, one.aside)
     for turn in scenario.turns:
         yield from (turn.stub, turn.question)
 
@@ -43,6 +43,7 @@ def every_message(turns: int, seed: int) -> Iterable[Message]:
 def test_a_seed_is_a_conversation() -> None:
     assert write_scenario(12, 5) == write_scenario(12, 5)
     assert write_scenario(12, 5) != write_scenario(12, 6)
+    assert write_scenario(12, 5) != write_scenario(12, 5, version=1)
 
 
 @pytest.mark.parametrize("turns", [1, 12, MOST_TURNS])
@@ -51,7 +52,7 @@ def test_every_turn_asks_for_a_value_whose_source_it_drops(turns: int) -> None:
     assert len(scenario.turns) == turns
     for turn in scenario.turns:
         stale = scenario.rounds[turn.stale]
-        source, sign, value = stale.output[0].content.rstrip(";").split()
+        source, sign, value = stale.output.content.rstrip(";").split()[-3:]
         assert (sign, value) == ("=", turn.expected)
         assert stale.note.content == f"{stale.asked} = {source};"
         assert turn.question.content == f"{stale.asked} ?"
@@ -151,7 +152,7 @@ def conversation(splice: Served, *, again: str = "unknown", trained: bool = True
         )
         for number in (1, 2)
     ]
-    return Conversation("tiny-mla", trained, 1, turns)
+    return Conversation("tiny-mla", trained, 1, 0, turns)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_one_turn_decides_the_verdict(splice: Served, verdict: Verdict) -> None:
 
 def test_random_weights_and_no_turns_prove_nothing() -> None:
     assert conversation(served("41"), trained=False).verdict is Verdict.UNMEASURED
-    assert Conversation("mla", True, 1, []).verdict is Verdict.NOT_SPLICED
+    assert Conversation("mla", True, 1, 0, []).verdict is Verdict.NOT_SPLICED
 
 
 def test_figures_add_up() -> None:
