@@ -155,7 +155,7 @@ class Wire:
             if size >= _BATCH_BYTES or len(batch) >= _MOST_BUFFERS:
                 self._send(batch)
                 batch, size, unsent = [], 0, 0
-            while total > self._window and len(under_way) - unsent > 1:
+            while total > self._window and len(under_way) > unsent:
                 replies.append(self._line())
                 total -= under_way.popleft()
         if batch:
@@ -182,10 +182,11 @@ class Wire:
         count = len(commands)
         sent = under_way = 0
         for index in range(count):
-            # Two at least: Redis prepares one reply while the other is received. Small ones in groups.
-            if sent < count and (sent < index + 2 or 2 * under_way <= self._window):
+            # Small ones in groups. Large ones one at a time: several under way on several connections keep
+            # Redis busy, and more only push each other's memory out of its caches.
+            if sent < count and 2 * under_way <= self._window:
                 first = sent
-                while sent < count and (under_way < self._window or sent < index + 2):
+                while sent < count and (under_way < self._window or sent == index):
                     under_way += sizes[sent]
                     sent += 1
                 self._send([b"".join(commands[first:sent])])

@@ -272,7 +272,8 @@ def test_a_command_that_is_not_allowed_does_not_take_the_others_along(
     redis_server: RedisServer, tmp_path: Path, raw: redis.Redis
 ) -> None:
     (tmp_path / "secret").write_text("right")
-    raw.execute_command(*"ACL SETUSER few on >right ~leyline:* +get +set +multi +exec +@connection".split())
+    rights = "on >right ~leyline:* +get +set +multi +exec +@connection"
+    raw.execute_command("ACL", "SETUSER", "few", *rights.split())
     values = {"url": f"redis://few@127.0.0.1:{redis_server.port}", "password_file": str(tmp_path / "secret")}
     records = open_metadata(RedisOptions.of(values, {}))
     try:
