@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import yaml
 
@@ -30,7 +30,7 @@ def l2_adapter(spec: StackSpec, redis_url: str | None) -> dict[str, Any] | None:
     if redis_url is None:
         return None
     if spec.l2 == "leyline":
-        params = {"url": redis_url, **spec.l2_options}
+        params = {"url": _split_password(redis_url)[0], **spec.l2_options}
         return {"type": "plugin", **_LEYLINE_ADAPTER, "adapter_params": params}
     address = urlsplit(redis_url)
     if address.path.strip("/") not in ("", "0"):
@@ -70,7 +70,22 @@ def command(spec: StackSpec, device: str, port: int, http_port: int, redis_url: 
         options["--server-module"] = json.dumps({"module_path": _MODULE, "config": dict(spec.server_options)})
     flat = [text for pair in options.items() for text in pair]
     argv = [sys.executable, "-c", _RUN, "server", *flat, "--disable-observability", *spec.lmcache_args]
-    return Command("lmcache", argv, devices.server_env(device, spec.env))
+    return Command("lmcache", argv, devices.server_env(device, {**_secrets(redis_url), **spec.env}))
+
+
+def _split_password(url: str) -> tuple[str, str | None]:
+    """The URL without its password, and the password."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url, None
+    user, host = quote(unquote(parts.username or ""), safe=""), parts.netloc.rpartition("@")[2]
+    return parts._replace(netloc=f"{user}@{host}" if user else host).geturl(), unquote(parts.password)
+
+
+def _secrets(redis_url: str | None) -> dict[str, str]:
+    """The Redis password for our adapter and module, which take none from a command line."""
+    password = None if redis_url is None else _split_password(redis_url)[1]
+    return {} if password is None else {"LEYLINE_REDIS_PASSWORD": password}
 
 
 def is_ready(http_port: int) -> bool:

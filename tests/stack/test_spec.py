@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from leyline_lmcache.stack import StackError, StackSpec
-from leyline_lmcache.stack.lmcache import l2_adapter
+from leyline_lmcache.stack.lmcache import command, l2_adapter
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,12 @@ def test_passwords_reach_lmcache_but_no_record() -> None:
     assert adapter is not None
     assert (adapter["username"], adapter["password"], adapter["port"]) == ("me", "s/cret", 7000)
     assert "s%2Fcret" not in repr(spec)
+
+
+def test_a_redis_password_reaches_our_adapter_through_the_environment_only() -> None:
+    spec = StackSpec(l2="leyline")
+    made = command(spec, "cpu", 1, 2, "redis://kv:s%40crt@cache:7000/1")
+    assert "s%40crt" not in " ".join(made.argv) and "s@crt" not in " ".join(made.argv)
+    assert made.env["LEYLINE_REDIS_PASSWORD"] == "s@crt"
+    adapter = l2_adapter(spec, "redis://kv:s%40crt@cache:7000/1")
+    assert adapter is not None and adapter["adapter_params"] == {"url": "redis://kv@cache:7000/1"}
