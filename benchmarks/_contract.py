@@ -30,6 +30,7 @@ MIN_REUSE = 1
 Answer = int | str
 """A token id where an endpoint gives ids, else text."""
 Chat = tuple[Mapping[str, str], ...]
+_OTHER_QUESTION: Chat = ({"role": "user", "content": "ok"},)
 
 
 class Form(StrEnum):
@@ -97,11 +98,12 @@ class Case:
     def base(self, form: Form, *, chat: bool) -> Prompt:
         """The prompt whose KV the edit is applied to.
 
-        A chat prompt ends with the marker of the answer's role in any case; the engine computes the last
-        token of every prompt again, so that the form in which only that one is new can be asked there, too.
+        The engine computes the last token of any prompt again, so a chat, which always ends with the marker
+        of the answer's role, can be the base of the form in which only that token is new. SGLang makes a
+        user's message of an assistant's that comes last, so in the other form one comes after it.
         """
         if form is Form.AFTER:
-            return self.prompt
+            return Prompt(self.prompt.ids, self.prompt.messages + _OTHER_QUESTION) if chat else self.prompt
         whole = self.asked(self.prompt)
         return whole if chat else Prompt(whole.ids[:-1], whole.messages)
 
@@ -198,7 +200,7 @@ class Reply:
     report: Mapping[str, Any] | None
 
 
-Ask = Callable[[Client, Prompt, Mapping[str, Any] | None, str | None], Reply]
+Ask = Callable[[Client, Prompt, Mapping[str, Any] | None, str], Reply]
 """Send a prompt with an envelope and a ``cache_salt``; one token is asked for."""
 
 
@@ -228,14 +230,12 @@ class Endpoint(StrEnum):
         }[self]
 
 
-def _generate(client: Client, prompt: Prompt, hints: Mapping[str, Any] | None, salt: str | None) -> Reply:
-    return _native(client.generate(prompt.ids, max_new_tokens=1, kv_hints=hints, **_salted(salt)))
+def _generate(client: Client, prompt: Prompt, hints: Mapping[str, Any] | None, salt: str) -> Reply:
+    return _native(client.generate(prompt.ids, max_new_tokens=1, kv_hints=hints, cache_salt=salt))
 
 
-def _generate_stream(
-    client: Client, prompt: Prompt, hints: Mapping[str, Any] | None, salt: str | None
-) -> Reply:
-    *_, last = client.stream(prompt.ids, max_new_tokens=1, kv_hints=hints, **_salted(salt))
+def _generate_stream(client: Client, prompt: Prompt, hints: Mapping[str, Any] | None, salt: str) -> Reply:
+    *_, last = client.stream(prompt.ids, max_new_tokens=1, kv_hints=hints, cache_salt=salt)
     return _native(last)
 
 
@@ -250,10 +250,10 @@ def _native(answer: Generation) -> Reply:
 
 
 def _completions(
-    words: Tokenizer, client: Client, prompt: Prompt, hints: Mapping[str, Any] | None, salt: str | None
+    words: Tokenizer, client: Client, prompt: Prompt, hints: Mapping[str, Any] | None, salt: str
 ) -> Reply:
     text = words.decode(list(prompt.ids), skip_special_tokens=False)
-    answer = client.complete(text, max_tokens=1, **_salted(salt), **_custom(hints))
+    answer = client.complete(text, max_tokens=1, cache_salt=salt, **_custom(hints))
     usage = answer["usage"]
     if usage["prompt_tokens"] != len(prompt.ids):
         raise ValueError(
@@ -264,9 +264,9 @@ def _completions(
     )
 
 
-def _chat(client: Client, prompt: Prompt, hints: Mapping[str, Any] | None, salt: str | None) -> Reply:
+def _chat(client: Client, prompt: Prompt, hints: Mapping[str, Any] | None, salt: str) -> Reply:
     answer = client.chat(
-        prompt.messages, max_tokens=1, return_meta_info=True, **_salted(salt), **_custom(hints)
+        prompt.messages, max_tokens=1, return_meta_info=True, cache_salt=salt, **_custom(hints)
     )
     choice, usage = answer["choices"][0], answer["usage"]
     return Reply(
@@ -278,13 +278,13 @@ def _chat(client: Client, prompt: Prompt, hints: Mapping[str, Any] | None, salt:
     )
 
 
-def _chat_stream(client: Client, prompt: Prompt, hints: Mapping[str, Any] | None, salt: str | None) -> Reply:
+def _chat_stream(client: Client, prompt: Prompt, hints: Mapping[str, Any] | None, salt: str) -> Reply:
     name, text, usage = "", "", {}
     stream = client.chat_stream(
         prompt.messages,
         max_tokens=1,
         stream_options={"include_usage": True},
-        **_salted(salt),
+        cache_salt=salt,
         **_custom(hints),
     )
     for chunk in stream:
@@ -293,10 +293,6 @@ def _chat_stream(client: Client, prompt: Prompt, hints: Mapping[str, Any] | None
         for choice in chunk["choices"]:
             text += choice["delta"].get("content") or ""
     return Reply(name, text.strip(), usage["prompt_tokens"], _cached(usage), None)
-
-
-def _salted(salt: str | None) -> dict[str, str]:
-    return {} if salt is None else {"cache_salt": salt}
 
 
 def _custom(hints: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -363,12 +359,13 @@ def run_cases(
             the arms their beginnings: with one cache for all, an arm would be answered from KV that another
             one left there, and would not be what it is called. Without it, all share one cache, and the
             re-prefill arm comes after the splice of the same text: even so it may see none of its KV (I1).
+            Only the forms stay apart, as one's re-prefill is the other's.
         run: part of the salts; of its own for each run against one server.
     """
     ask = endpoint.ask()
     with stack.client() as client, ThreadPoolExecutor(workers) as pool:
         jobs = [
-            pool.submit(_run_case, client, ask, endpoint, case, form, f"{run}-{case.id}-{form}", isolated)
+            pool.submit(_run_case, client, ask, endpoint, case, form, f"{run}-{form}", isolated)
             for form in forms
             for case in cases
         ]
@@ -379,10 +376,10 @@ def run_cases(
 
 
 def _run_case(
-    client: Client, ask: Ask, endpoint: Endpoint, case: Case, form: Form, name: str, isolated: bool
+    client: Client, ask: Ask, endpoint: Endpoint, case: Case, form: Form, run: str, isolated: bool
 ) -> tuple[Case, Form, dict[Arm, Reply]]:
-    def salt(arm: Arm) -> str | None:
-        return f"{name}-{arm}" if isolated else None
+    def salt(arm: Arm) -> str:
+        return f"{run}-{case.id}-{arm}" if isolated else run
 
     base = ask(client, case.base(form, chat=endpoint.is_chat), None, salt(Arm.SPLICE))
     edited, full = case.asked(case.edited), case.asked(case.prompt)

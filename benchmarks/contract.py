@@ -9,7 +9,9 @@ there.
     python benchmarks/contract.py --dtype bfloat16 --page-size 16 --endpoint chat --cases 40
 
 Plan: all cases on ``/generate`` for each dtype and page size; on the other endpoints, and with all arms in
-one cache, a fourth of them, spread over all kinds.
+one cache, a fourth of them, spread over all kinds; and, as a control, all of them on a server that does not
+turn the keys it moves (a plugin in control/ sees to that): the contract has to break there, or the benchmark
+would notice nothing.
 
 ``cached`` is the part of the prompt's tokens that SGLang found in its cache; ``filled`` the part among them
 that the plugin had it prefill, just before, for the replacements. Arms that do not share a cache find
@@ -25,19 +27,24 @@ binds. Short prompts that keep no whole page fall back (``below_min_reuse``).
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from _common import Figure, finish, print_table
 from _contract import MIN_REUSE, Arm, Case, Endpoint, Form, Outcome, load_cases, run_cases
 
 from leyline_lmcache.stack import Stack, StackSpec
+from leyline_lmcache.stack.device import CPU_SHIM, detect
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 PAGE_SIZES = (1, 16, 64)
+UNROTATED = "unrotated"
+CONTROL = Path(__file__).resolve().parent / "control"
 FEWER = 40
 """Cases asked where not all are."""
 
@@ -49,6 +56,7 @@ class Setting:
     Attributes:
         cases: how many; all of them are the default.
         isolated: as in `run_cases`.
+        control: what the plugin in control/ spoils; a run in which the contract has to break.
     """
 
     dtype: str
@@ -56,12 +64,19 @@ class Setting:
     endpoint: Endpoint
     cases: int | None = None
     isolated: bool = True
+    control: str | None = None
 
     @property
     def name(self) -> str:
         """As in the summary's keys."""
         together = "" if self.isolated else "_one_cache"
-        return f"{DTYPES[self.dtype]}_page{self.page_size}_{self.endpoint}{together}"
+        control = f"{self.control}_" if self.control else ""
+        return f"{control}{DTYPES[self.dtype]}_page{self.page_size}_{self.endpoint}{together}"
+
+    @property
+    def server(self) -> tuple[str, int, str | None]:
+        """Settings of a server are asked together."""
+        return self.dtype, self.page_size, self.control
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +124,11 @@ class Tally:
     def holds(self) -> bool:
         """The contract: wherever it binds the splice follows full context, and a re-prefill never does.
 
-        With pages of one token it binds everywhere.
+        With pages of one token it binds everywhere. A control has to break it, where the question was cached
+        before the edit.
         """
+        if self.setting.control:
+            return self.form is Form.AFTER or self.splice_equals_full < self.cases // 2
         everywhere = self.setting.page_size > 1 or self.fact_kept == self.cases
         follows = self.splice_equals_full_bound == self.fact_kept
         return everywhere and follows and not self.reprefill_equals_full
@@ -137,13 +155,20 @@ def default_plan() -> list[Setting]:
     plan += [Setting("float32", 1, endpoint, FEWER) for endpoint in others]
     plan += [Setting("bfloat16", 16, endpoint, FEWER) for endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT)]
     plan.append(Setting("float32", 1, Endpoint.GENERATE, FEWER, isolated=False))
+    plan.append(Setting("float32", 1, Endpoint.GENERATE, control=UNROTATED))
     return plan
 
 
 def chosen_plan(options: argparse.Namespace) -> list[Setting]:
     """The product of what the options name, or of everything."""
     return [
-        Setting(dtype, page_size, Endpoint(endpoint), options.cases)
+        Setting(
+            dtype,
+            page_size,
+            Endpoint(endpoint),
+            options.cases,
+            control=UNROTATED if options.control else None,
+        )
         for dtype in options.dtype or (DTYPES if options.full else ("float32",))
         for page_size in options.page_size or (PAGE_SIZES if options.full else (1,))
         for endpoint in options.endpoint or (list(Endpoint) if options.full else (Endpoint.GENERATE,))
@@ -153,7 +178,8 @@ def chosen_plan(options: argparse.Namespace) -> list[Setting]:
 def measure(plan: Sequence[Setting], options: argparse.Namespace) -> list[tuple[Tally, list[Outcome]]]:
     """Start one server per dtype and page size and ask it all that the plan has for it."""
     found = []
-    for dtype, page_size in dict.fromkeys((each.dtype, each.page_size) for each in plan):
+    for server in dict.fromkeys(each.server for each in plan):
+        dtype, page_size, control = server
         spec = StackSpec(
             model="tiny-mla",
             dtype=dtype,
@@ -162,10 +188,11 @@ def measure(plan: Sequence[Setting], options: argparse.Namespace) -> list[tuple[
             threads=options.threads,
             lmcache=not options.no_lmcache,
             leyline={"min_reuse": MIN_REUSE},
+            env=_spoiled(control) if control else {},
         )
         with Stack(spec) as stack:
             for setting in plan:
-                if (setting.dtype, setting.page_size) != (dtype, page_size):
+                if setting.server != server:
                     continue
                 cases = load_cases(setting.cases)
                 outcomes = run_cases(
@@ -184,16 +211,30 @@ def measure(plan: Sequence[Setting], options: argparse.Namespace) -> list[tuple[
     return found
 
 
+def _spoiled(control: str) -> dict[str, str]:
+    """Environment of a server whose rotation is spoilt."""
+    path, plugins = [str(CONTROL)], ["leyline", "leyline_control"]
+    if detect() == "cpu":
+        path, plugins = [str(CPU_SHIM), *path], [*plugins, "leyline_cpu"]
+    path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    return {
+        "PYTHONPATH": os.pathsep.join(path),
+        "SGLANG_PLUGINS": ",".join(plugins),
+        "LEYLINE_CONTROL": control,
+    }
+
+
 def summary(tallies: Sequence[Tally], cases: Sequence[Case]) -> dict[str, Figure]:
     """Flat figures. Counts are of cases; the first three are those of the worst setting that asked all
     cases with pages of one token, in the worst form.
     """
-    whole = [each for each in tallies if each.setting.page_size == 1 and each.cases == len(cases)]
+    product = [each for each in tallies if not each.setting.control]
+    whole = [each for each in product if each.setting.page_size == 1 and each.cases == len(cases)]
     figures: dict[str, Figure] = {
         "cases": len(cases) if whole else max(each.cases for each in tallies),
-        "splice_equals_full": min((each.splice_equals_full for each in whole or tallies), default=None),
-        "reprefill_equals_full": max((each.reprefill_equals_full for each in whole or tallies), default=None),
-        "comparisons": sum(each.cases for each in tallies),
+        "splice_equals_full": min((each.splice_equals_full for each in whole or product), default=None),
+        "reprefill_equals_full": max((each.reprefill_equals_full for each in whole or product), default=None),
+        "comparisons": sum(each.cases for each in product),
         "contract_holds": all(each.holds for each in tallies),
     }
     for each in tallies:
@@ -234,7 +275,7 @@ def details(found: Sequence[tuple[Tally, Sequence[Outcome]]], options: argparse.
             }
             for tally, outcomes in found
             for each in outcomes
-            if not each.same(Arm.SPLICE)
+            if not each.same(Arm.SPLICE) and not tally.setting.control
         ],
     }
 
@@ -270,7 +311,14 @@ def show(tallies: Sequence[Tally]) -> None:
 def main() -> int:
     """The status is 1 if the contract was broken anywhere."""
     options = arguments()
-    selected = options.full or options.dtype or options.page_size or options.endpoint or options.cases
+    selected = (
+        options.full
+        or options.dtype
+        or options.page_size
+        or options.endpoint
+        or options.cases
+        or options.control
+    )
     plan = chosen_plan(options) if selected else default_plan()
     found = measure(plan, options)
     tallies = [tally for tally, _ in found]
@@ -288,6 +336,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--endpoint", action="append", choices=list(Endpoint), help="may be repeated")
     parser.add_argument("--cases", type=int, metavar="N", help="ask only N cases, spread over all kinds")
     parser.add_argument("--full", action="store_true", help="all dtypes, page sizes and endpoints")
+    parser.add_argument("--control", action="store_true", help="on servers that do not turn keys")
     parser.add_argument("--no-lmcache", action="store_true", help="SGLang alone, without lmcache and Redis")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of SGLang (1)")
     parser.add_argument("--workers", type=int, default=8, help="requests in flight (8)")

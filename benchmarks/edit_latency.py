@@ -13,10 +13,12 @@ it, so that whatever else the machine does falls on all alike; ratios are of med
 are a client's: request sent to answer read. Every edited request is checked to have been spliced just then,
 and whole.
 
-    python benchmarks/edit_latency.py [--models mla-512,gqa] [--tokens 2048,8192] [--repeat 5] [--lmcache]
+    python benchmarks/edit_latency.py [--models mla,gqa] [--tokens 2048,8192] [--repeat 5] [--lmcache]
 
-``edited_over_hit_8k`` and its like are of the first model and of the time to the first token (one new token);
-other models and lengths of answer have their name at the end.
+``edited_over_hit_8k`` and its like are of the first model and of a whole request with an answer of 16 tokens;
+``…_first_token`` of one that ends with its first token; other models have their name at the end. A fill is
+one more pass through the model, however short; a hit takes one for its first token and one for each further.
+So an edited request comes the nearer to a hit the longer the answer, and its first token stays behind.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "edit_latenc
 SPAN = (300, 500)
 REPLACEMENT = 5
 TAIL = 16
-ANSWERS = (1, 16)
+ANSWERS: Mapping[int, str] = {16: "", 1: "_first_token"}
+"""Tokens of the answer, and how figures of it are named."""
 _SETTLE_S = 0.05
 
 
@@ -215,14 +218,12 @@ def median_ms(group: Sequence[Sample]) -> float:
 
 
 def summary(samples: Samples) -> dict[str, Figure]:
-    """Flat figures; names end with what the first model and one new token do without."""
+    """Flat figures; see the module's text for their names."""
     figures: dict[str, Figure] = {}
     first = next(iter(samples)).model
     for setting, arms in samples.items():
         size = f"{round(setting.tokens / 1024)}k"
-        end = ("" if setting.model == first else f"_{setting.model}") + (
-            "" if setting.answer == 1 else f"_{setting.answer}_new"
-        )
+        end = ANSWERS[setting.answer] + ("" if setting.model == first else f"_{setting.model}")
         ms = {arm: median_ms(group) for arm, group in arms.items()}
         figures |= {
             f"edited_over_hit_{size}{end}": round(ms[Arm.EDITED] / ms[Arm.HIT], 3),
@@ -282,24 +283,30 @@ def draw(samples: Samples, path: Path) -> None:
     }
     models = list(dict.fromkeys(setting.model for setting in samples))
     figure, panels = pyplot.subplots(
-        1, len(models), figsize=(5.2 * len(models), 4.4), sharey=True, squeeze=False
+        len(ANSWERS), len(models), figsize=(5 * len(models), 7.2), sharex=True, squeeze=False
     )
-    for panel, model in zip(panels[0], models, strict=True):
-        settings = [each for each in samples if each.model == model and each.answer == ANSWERS[0]]
+    for (row, answer), (column, model) in itertools.product(enumerate(ANSWERS), enumerate(models)):
+        panel = panels[row][column]
+        settings = sorted(
+            (each for each in samples if (each.model, each.answer) == (model, answer)),
+            key=lambda each: each.tokens,
+        )
         sizes = [each.tokens for each in settings]
         for arm, (label, color, style) in looks.items():
             heights = [median_ms(samples[each][arm]) for each in settings]
             panel.plot(sizes, heights, style, color=color, label=label, markersize=5, linewidth=1.6)
-        panel.set_title(model)
+        panel.set_title(f"{model}: " + ("first token" if answer == 1 else f"answer of {answer} tokens"))
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
         panel.xaxis.set_minor_locator(NullLocator())
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        panel.set_xlabel("tokens of context")
-        panel.grid(True, which="major", alpha=0.3)
-    panels[0][0].set_ylabel("ms to the first token")
-    panels[0][-1].legend(loc="upper left", fontsize=8, framealpha=0.9)
+        panel.grid(True, which="both", alpha=0.25)
+        if row == len(ANSWERS) - 1:
+            panel.set_xlabel("tokens of context")
+        if column == 0:
+            panel.set_ylabel("milliseconds")
+    panels[0][0].legend(loc="upper left", fontsize=8, framealpha=0.9)
     figure.suptitle("Replacing 200 tokens of a cached context by 5 (SGLang on CPU, tiny models)", fontsize=11)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -356,7 +363,7 @@ def arguments() -> argparse.Namespace:
         return [int(part) for part in text.split(",")]
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", type=names, default=["mla-512", "gqa"], metavar="A,B")
+    parser.add_argument("--models", type=names, default=["mla", "gqa"], metavar="A,B")
     parser.add_argument("--tokens", type=sizes, default=[2048, 4096, 8192], metavar="N,M", help="of context")
     parser.add_argument("--repeat", type=int, default=5, help="rounds (5)")
     parser.add_argument("--dtype", default="float32", help="of weights and KV (float32)")
