@@ -72,9 +72,10 @@ class Dialect:
         return (*output, *end)
 
     def read(self, output: Sequence[int]) -> str:
-        """An answer's text, on one line."""
+        """An answer's text, on one line; what cannot be shown is a dot."""
         tokens = self.answered(output)[: -len(self._ids(self.after))]
-        return " ".join(str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)).split())
+        text = str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
+        return "".join(letter if letter.isprintable() else "·" for letter in text)
 
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)

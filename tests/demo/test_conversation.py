@@ -102,6 +102,8 @@ def test_an_answer_ends_at_the_end_of_its_message(dialect: Dialect) -> None:
     assert dialect.answered([value, end, value]) == (value, end)
     assert dialect.answered([value]) == (value, end)
     assert dialect.read([value, end, value]) == "42"
+    newline = dialect.tokenizer.encode("\n", add_special_tokens=False).ids
+    assert dialect.read([value, *newline, value, end]) == "42· 42"
 
 
 def test_a_transcript_says_where_its_edits_are() -> None:
