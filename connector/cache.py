@@ -77,7 +77,9 @@ class EditableCache(_Base):
             return result  # a probe of the scheduling policy, not an admission
         held = Path(result.last_device_node, result.device_prefix_len)
         if tier.reach(params.req, plan, keys, held, len(key)):
-            result = super().match_prefix(edited)
+            # Other keys, if the view had to be cut short.
+            again = self._edited_key(key, plan.keys(key.token_ids))
+            result = super().match_prefix(replace(params, key=again))
             if result.device_prefix_len < min(plan.goal, len(key)):
                 raise Fallback(
                     FallbackReason.INTERNAL_ERROR,

@@ -201,9 +201,10 @@ class GpuTier:
                 f"the engine accepts {limit} tokens of prefix (see logprob_start_len), "
                 f"the edit keeps {plan.goal}",
             )
-        if goal < plan.goal:
+        cut = goal < plan.goal
+        if cut:
             # The engine computes at least one token of a prompt itself.
-            plan.view, plan.goal = plan.view.truncate(goal), goal
+            plan.cut(goal, self._lineages)
         state: _State = getattr(req, _STATE)
         splice = None
         if held.length < goal:
@@ -211,14 +212,15 @@ class GpuTier:
                 return False
             splice = self._splice(req.rid, plan, keys, held, goal)
             if splice.goal < goal:
+                cut = True
                 state.lost += plan.kept(splice.goal, goal)
-                plan.view, plan.goal = plan.view.truncate(splice.goal), splice.goal
+                plan.cut(splice.goal, self._lineages)
             self._reporter.spliced(req.rid, plan, splice, self._page_size)
         state.matched = time.perf_counter()
         if state.report is not None:
             state.report.reprefilled = state.lost
             self._account(req, plan, state.report, splice)
-        return splice is not None and splice.tokens > 0
+        return cut or (splice is not None and splice.tokens > 0)
 
     def _splice(self, rid: str, plan: RequestPlan, keys: array[int], held: Path, goal: int) -> Splice:
         assert self._splicer is not None
@@ -336,7 +338,7 @@ class GpuTier:
         for position, piece in plan.view.spans():
             info = self._records.info(piece.buffer) if piece.buffer is not None else None
             lineage = info.lineage if info is not None else None
-            if piece.buffer is None or (lineage == plan.lineage.fingerprint and piece.src_start == position):
+            if piece.buffer is None or (lineage == plan.tail.fingerprint and piece.src_start == position):
                 own.append((position, position + piece.length))
         whole = ((-(-a // chunk_size) * chunk_size, b // chunk_size * chunk_size) for a, b in merge(own))
         return plan, [(a, b) for a, b in whole if a < b]
@@ -368,7 +370,7 @@ class GpuTier:
         if plan is None:
             record, lineage = self._exact_record(req, tokens), b""
         else:
-            record, lineage = self._edited_record(req.rid, plan, token_ids, tokens), plan.lineage.fingerprint
+            record, lineage = self._edited_record(req.rid, plan, token_ids, tokens), plan.tail.fingerprint
         info = BufferInfo(record.buffer, tokens, lineage)
         self._records.add(record, [info])
         if self._lookups is not None:
@@ -384,12 +386,15 @@ class GpuTier:
         self, rid: str, plan: RequestPlan, token_ids: array[int], tokens: Tokens
     ) -> BaseRecord:
         namespace = plan.record.namespace
-        buffer = buffer_id(self._runtime.model, namespace.salt, plan.lineage.fingerprint, tokens.data)
+        buffer = buffer_id(self._runtime.model, namespace.salt, plan.tail.fingerprint, tokens.data)
         view = plan.view.truncate(min(plan.target, len(tokens)))
         view = view.extend(len(tokens) - view.length).filled(buffer)
         spans = [span for span in plan.record.spans if span[0] < plan.first_change]
         if plan.edits:
             spans.append((plan.first_change, plan.lineage.fingerprint))
+        if plan.tail is not plan.lineage and plan.tail_start < len(tokens):
+            spans = [span for span in spans if span[0] < plan.tail_start]
+            spans.append((plan.tail_start, plan.tail.fingerprint))
         keys = as_tokens(plan.keys(token_ids))
         return BaseRecord(rid, namespace, keys, view, buffer, plan.roundings(), tuple(spans))
 

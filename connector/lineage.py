@@ -7,6 +7,7 @@ ordinary ones.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -102,6 +103,11 @@ class LineageTable:
         else:
             self._lineages.move_to_end(fingerprint)
         return lineage
+
+    def after(self, lineage: Lineage, length: int) -> Lineage:
+        """The lineage of what is computed after the first ``length`` tokens of an edited view."""
+        name = hashlib.blake2b(b"%b,%d" % (lineage.fingerprint, length), digest_size=16).digest()
+        return self.of(name)
 
 
 def as_tokens(ids: object) -> Tokens:

@@ -104,7 +104,7 @@ class EditableLMCacheRadixCache(EditableCache, LMCacheUnifiedRadixCache):
         if plan is None:
             return
         keys: array[int] = plan.keys(token_ids)
-        salt = self._stored.salt(namespace_of(req), plan.lineage.fingerprint)
+        salt = self._stored.salt(namespace_of(req), plan.tail.fingerprint)
         for start, end in chunks:
             key = RadixKey(keys[:end], req.extra_key, cache_salt=req.cache_salt)
             matched = UnifiedRadixCache.match_prefix(self, MatchPrefixParams(key=key))
@@ -113,7 +113,7 @@ class EditableLMCacheRadixCache(EditableCache, LMCacheUnifiedRadixCache):
             indices = self.path_device_indices(matched.last_device_node)[start:end]
             lock = self.inc_lock_ref(matched.last_device_node).to_dec_params()
             # LMCache caches hashes by request id, and counts what a request has stored.
-            rid = f"{req.rid}#{plan.lineage.name}@{start}"
+            rid = f"{req.rid}#{plan.tail.name}@{start}"
             connector._store_submitted_tokens[rid] = start
             operation = None
             try:

@@ -49,6 +49,8 @@ class RequestPlan:
         kind: the client's request or one of its fills.
         record: the base.
         lineage: of the edited tokens.
+        tail: of the tokens this request computes after them, from ``tail_start`` on. Its own, because how far
+            the view was kept decides what they attend to.
         first_change: first position whose key carries the lineage's tag; before it the base's own keys.
         view: the edited view as far as it is spliced or filled (``target`` tokens).
         fills: view ranges the engine prefills in internal requests, block-aligned.
@@ -60,6 +62,8 @@ class RequestPlan:
     kind: Kind
     record: BaseRecord
     lineage: Lineage
+    tail: Lineage
+    tail_start: int
     first_change: int
     view: View
     fills: tuple[Range, ...]
@@ -77,7 +81,13 @@ class RequestPlan:
         shared = min(self.first_change, len(tokens))
         out = tagged(tokens, self.lineage.tag)
         out[:shared] = self.record.keys[:shared]
+        out[self.tail_start :] = tagged(tokens[self.tail_start :], self.tail.tag)
         return key_array(out)
+
+    def cut(self, length: int, lineages: LineageTable) -> None:
+        """Keep only the view's first ``length`` tokens; the rest is prefilled."""
+        self.view, self.goal = self.view.truncate(length), length
+        self.tail, self.tail_start = lineages.after(self.lineage, length), length
 
     def kept(self, start: int, end: int) -> int:
         """Tokens of ``[start, end)`` whose KV was computed before this edit."""
@@ -182,10 +192,14 @@ def plan_request(
     view = raw.extend(max(0, target - raw.length)).truncate(target)
     for start, end in fills:
         view = view.punch(start, min(end, view.length))
+    lineage = lineages.of(raw.fingerprint())
     plan = RequestPlan(
         kind=Kind.MAIN if fill is None else Kind.FILL,
         record=record,
-        lineage=lineages.of(raw.fingerprint()),
+        lineage=lineage,
+        # A fill is part of the view; a request goes on after it.
+        tail=lineage if fill is not None else lineages.after(lineage, target),
+        tail_start=target,
         first_change=edits[0].start,
         view=view,
         fills=tuple(fills),
@@ -222,10 +236,14 @@ def _continuation(record: BaseRecord, same: int, *, page_size: int, min_reuse: i
             FallbackReason.BELOW_MIN_REUSE,
             f"{target} tokens of the base could be kept, min_reuse is {min_reuse}",
         )
+    fingerprint = next((name for start, name in reversed(record.spans) if start < same), view.fingerprint())
+    lineage = Lineage(tag, fingerprint, record.roundings)
     return RequestPlan(
         kind=Kind.MAIN,
         record=record,
-        lineage=Lineage(tag, view.fingerprint(), record.roundings),
+        lineage=lineage,
+        tail=lineage,
+        tail_start=same,
         first_change=same,
         view=view,
         fills=(),

@@ -22,14 +22,14 @@ NAMES = """
 alpha beta gamma delta omega sigma theta kappa count total limit index offset size depth width
 height score level rate price port row col page step seed temp load rank slot node edge batch
 epoch gain cost mass
-""".split()  # noqa: SIM905 (a list would be one word per line)
+""".split()
 VARS = LETTERS + NAMES
 WORDS = """
 You track variables Answer with the value or unknown call read set get log status ok error files
 found done list open test passed failed line build cache user file took ready info warn memory
 disk id old new run check result what is report tell me older tool turns removed to save context
 policy by summary in of on for from no all items kept dropped next last
-""".split()  # noqa: SIM905 (a list would be one word per line)
+""".split()
 PUNCT_SP = ["=", "+", "-", "->", "?", "|", "#", "["]  # written with a leading space
 PUNCT = [";", ".", ":", ",", "]", "/", "[", "?", "evicted"]  # written without
 UNKNOWN = "unknown"

@@ -88,7 +88,7 @@ def test_what_is_installed_here_is_fine(leyline: Leyline) -> None:
 def test_the_releases_come_from_the_distribution() -> None:
     wanted = checks.engine_requirements()
     assert wanted["sglang"] == ("==", "0.5.23")
-    assert set(wanted) == {"sglang", "lmcache", "torch", "triton", "redis"}
+    assert set(wanted) >= {"sglang", "lmcache", "torch", "triton", "redis"}
 
 
 @pytest.mark.parametrize(

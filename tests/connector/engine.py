@@ -267,7 +267,7 @@ class Engine:
         self.daemon.put(self.stored.salt(namespace, b""), served, 0, exact)
         for start, end in computed:
             assert plan is not None
-            self.daemon.put(self.stored.salt(namespace, plan.lineage.fingerprint), served, start, end)
+            self.daemon.put(self.stored.salt(namespace, plan.tail.fingerprint), served, start, end)
 
     def forget_pool(self) -> None:
         """Everything on the GPU is gone, as after ``/flush_cache``."""

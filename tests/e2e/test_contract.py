@@ -112,6 +112,23 @@ class Contract:
         turn = twin.edit_prompt(first, [IDENTITY], prompt)
         assert turn.answer.cached_tokens == 400
 
+    def test_what_was_asked_before_does_not_change_the_answer(self, twin: Twin) -> None:
+        """A shorter prompt of the same view computes its last token itself, or what follows its replacements.
+
+        That KV must not stand in for the kept KV of a longer prompt.
+        """
+        base = twin.base(tokens(700, "asked"))
+        edits: list[Edit] = [(100, 150, tokens(5, "asked r"))]
+        whole = edited(base.tokens, *edits)
+        for length in (200, 201, 202):
+            twin.edit_prompt(base, edits, whole[:length], again=True)
+        twin.edit(base, edits, tokens(9, "asked t"), again=True)
+        more: list[Edit] = [*edits, (300, 305, tokens(7, "asked s"))]
+        whole = edited(base.tokens, *more)
+        departs = whole[: 300 - 45 + 7 + 14] + tokens(30, "asked u", low=256, high=400)
+        twin.edit_prompt(base, more, departs, again=True)
+        twin.edit(base, more, tokens(9, "asked t"), again=True)
+
     def test_identity_on_an_unedited_base_is_exact(self, twin: Twin) -> None:
         """E9: empty span with empty replacement asks for nothing, and gets what everybody gets."""
         base = twin.base(tokens(300, "ident"))

@@ -24,13 +24,14 @@ def test_unsupported_rope(client: Client) -> None:
     mine = client.generate(changed, logprobs=True, kv_hints=envelope(base.id, edit))
     detail = refused(mine, "unsupported_rope")
     assert "DynamicNTK" in detail
-    assert mine.cached_tokens == 100
+    assert mine.cached_tokens >= 100
     assert client.flush_cache()
     client.generate(prompt, max_new_tokens=1)
     fresh = client.generate(changed, logprobs=True)
     assert report(fresh) is None
     assert fresh.cached_tokens == 100
-    assert (mine.output_ids, mine.output_logprobs) == (fresh.output_ids, fresh.output_logprobs)
+    assert mine.output_ids == fresh.output_ids
+    assert mine.output_logprobs == pytest.approx(fresh.output_logprobs, abs=1e-4)
 
 
 def test_said_once_at_start(stack: Stack) -> None:

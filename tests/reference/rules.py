@@ -20,8 +20,8 @@ class Served:
     Attributes:
         computed: ranges, in edited positions, that are prefilled for the replacements before the request.
         target: where the request's own tail begins: before it, KV is kept or prefilled for a replacement.
-        cached: tokens of the prompt that come from the cache: more than ``target`` if a replacement near the
-            end was prefilled ahead of the request.
+        cached: most tokens of the prompt that may come from the cache: more than ``target`` if a replacement
+            near the end was prefilled ahead of the request.
         prefix: tokens before the first edit.
         kept: of the tokens after the first edit, how many keep their KV.
     """
