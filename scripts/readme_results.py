@@ -37,8 +37,9 @@ def table() -> str:
     for name, shown, what, aim in ROWS:
         file = ROOT / "benchmarks" / "results" / f"{name}.json"
         found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+        summary = {key: figure for key, figure in found.get("summary", {}).items() if figure is not None}
         try:
-            value = shown.format_map(found.get("summary", {}))
+            value = shown.format_map(summary)
         except KeyError:
             continue
         environment = found.get("environment", {})
