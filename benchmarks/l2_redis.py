@@ -140,7 +140,6 @@ def ratio_to_best_other(seconds: dict[str, list[float]]) -> float:
 
 def run(port: int, rounds: int) -> tuple[dict[str, float], dict[str, Any]]:
     """All sizes; the summary and the details."""
-    connections = 4
     resp = {"type": "resp", "host": "127.0.0.1", "port": port}
     arms = [
         Arm(
@@ -151,16 +150,15 @@ def run(port: int, rounds: int) -> tuple[dict[str, float], dict[str, Any]]:
                 "class_name": "LeylineL2Adapter",
                 "adapter_params": {
                     "url": f"redis://127.0.0.1:{port}",
-                    "load_connections": connections,
-                    "store_connections": connections,
                     "socket_timeout": 30.0,
                     "task_timeout": 60.0,
                 },
             },
         ),
         Arm("resp-8", resp),
-        Arm(f"resp-{connections}", {**resp, "num_workers": connections}),
     ]
+    connections = arms[0].adapter.options.load_connections
+    arms.append(Arm(f"resp-{connections}", {**resp, "num_workers": connections}))
     names = [arm.name for arm in arms]
     flush = redis.Redis(port=port)
     summary: dict[str, float] = {}

@@ -12,10 +12,11 @@ bounded time, whatever Redis does. Contract:
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ _TICK_S = 0.25
 TaskId = int
 
 
+def _some_connections() -> int:
+    """Two feed one Redis; more help with TLS and several nodes, where there are cores for them."""
+    return max(2, min(4, len(os.sched_getaffinity(0))))
+
+
 @dataclass(frozen=True, slots=True)
 class L2Options:
     """Options of the adapter beside those of Redis.
@@ -53,15 +59,15 @@ class L2Options:
     Attributes:
         redis: see `RedisOptions`; its keys stand beside these.
         load_connections, store_connections, lookup_connections: threads, and so connections at most, for each
-            kind of task.
+            kind of task. By default 2 to 4 for loads and as many for stores, as there are cores.
         max_capacity_gb: bytes (in GiB) that this server may have stored; more is refused, and LMCache's
             eviction
             (``"eviction"`` beside ``"type"``) keeps below it. 0: no limit but Redis' own.
     """
 
     redis: RedisOptions
-    load_connections: int = 4
-    store_connections: int = 4
+    load_connections: int = field(default_factory=_some_connections)
+    store_connections: int = field(default_factory=_some_connections)
     lookup_connections: int = 1
     max_capacity_gb: float = 0.0
 

@@ -42,6 +42,8 @@ from .wire import Bulk, Deadline, Wire, pack
 logger = logging.getLogger(__name__)
 
 KVItem = tuple[KVKey, memoryview]
+Check = Callable[[], None]
+"""The rest of reading a value, once all of it is here; raises ValueFault."""
 
 _MOST_PAYLOAD = MAX_VALUE_BYTES - MAX_HEADER_BYTES - PREAMBLE.size
 _VERIFY_BYTES = 1 << 20
@@ -183,8 +185,8 @@ class RedisKVStore:
         """See `KVStore`. The payload is received into the view; nothing else of its size is allocated."""
         raws = [self.schema.kv(key) for key, _ in items]
 
-        def take(i: int, bulk: Bulk) -> None:
-            self._receive(bulk, *items[i], raws[i])
+        def take(i: int, bulk: Bulk) -> Check | None:
+            return self._receive(bulk, *items[i], raws[i])
 
         outcomes = self._fetch("load", raws, [len(view) for _, view in items], take, deadline)
         damaged = [
@@ -200,7 +202,7 @@ class RedisKVStore:
         raws = [self.schema.kv(key) for key in keys]
         scratch = memoryview(bytearray(_VERIFY_BYTES))
 
-        def take(i: int, bulk: Bulk) -> None:
+        def take(i: int, bulk: Bulk) -> Check | None:
             header = self._read_header(bulk, keys[i], raws[i])
             summed = xxhash.xxh3_64()
             while bulk.left:
@@ -209,6 +211,7 @@ class RedisKVStore:
                 summed.update(part)
             if summed.digest() != header.checksum:
                 raise ValueFault(Outcome.CORRUPT, "c: the checksum differs")
+            return None
 
         return self._fetch("verify", raws, [_VERIFY_BYTES] * len(keys), take, deadline)
 
@@ -299,7 +302,7 @@ class RedisKVStore:
         )
         return before, view, self._expire or b"\r\n"
 
-    def _receive(self, bulk: Bulk, key: KVKey, view: memoryview, raw: bytes) -> None:
+    def _receive(self, bulk: Bulk, key: KVKey, view: memoryview, raw: bytes) -> Check | None:
         expected = template(len(view), self._model(key))
         if bulk.left != expected.size + len(view):
             raise self._fault(bulk, key, view, raw)
@@ -307,8 +310,12 @@ class RedisKVStore:
         if summed is None:
             raise self._fault(_Whole(head, bulk.left), key, view, raw)
         bulk.into(view)
-        if self._options.verify_checksum and checksum(view) != summed:
-            raise ValueFault(Outcome.CORRUPT, "c: the checksum differs")
+
+        def check() -> None:
+            if checksum(view) != summed:
+                raise ValueFault(Outcome.CORRUPT, "c: the checksum differs")
+
+        return check if self._options.verify_checksum else None
 
     def _fault(self, bulk: Bulk, key: KVKey, view: memoryview, raw: bytes) -> ValueFault:
         """What is wrong with a value whose head is not as it must be."""
@@ -337,36 +344,51 @@ class RedisKVStore:
         operation: str,
         raws: Sequence[bytes],
         sizes: Sequence[int],
-        take: Callable[[int, Bulk], None],
+        take: Callable[[int, Bulk], Check | None],
         deadline: Deadline | None,
     ) -> list[Outcome]:
         commands = [pack(b"GET", raw) for raw in raws]
 
         def work(wire: Wire, todo: Sequence[int], call: _Call) -> None:
-            def each(position: int, value: Bulk | bytes | None) -> None:
+            def each(position: int, value: Bulk | bytes | None) -> Check | None:
                 i = todo[position]
                 if value is None:
                     call.settle([i], Outcome.MISSING)
                 elif isinstance(value, bytes):
                     call.reply(i, value)
                 else:
-                    call.settle([i], self._taken(take, i, value))
+                    try:
+                        check = take(i, value)
+                    except ValueFault as fault:
+                        call.settle([i], self._fault_outcome(fault))
+                    else:
+                        return lambda: call.settle([i], self._checked(check))
+                return None
 
             wire.fetch([commands[i] for i in todo], [sizes[i] for i in todo], each)
 
         def again(i: int) -> Outcome:
             value = self.client.execute("GET", raws[i])
-            return Outcome.MISSING if value is None else self._taken(take, i, _Whole(value))
+            if value is None:
+                return Outcome.MISSING
+            try:
+                return self._checked(take(i, _Whole(value)))
+            except ValueFault as fault:
+                return self._fault_outcome(fault)
 
         return self._run(operation, raws, deadline, work, again, sizes)
 
-    def _taken(self, take: Callable[[int, Bulk], None], i: int, bulk: Bulk) -> Outcome:
+    def _checked(self, check: Check | None) -> Outcome:
         try:
-            take(i, bulk)
+            if check is not None:
+                check()
         except ValueFault as fault:
-            self._warn(f"value {fault}")
-            return fault.outcome
+            return self._fault_outcome(fault)
         return Outcome.OK
+
+    def _fault_outcome(self, fault: ValueFault) -> Outcome:
+        self._warn(f"value {fault}")
+        return fault.outcome
 
     def _small(
         self,

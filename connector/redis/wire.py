@@ -168,7 +168,7 @@ class Wire:
         self,
         commands: Sequence[bytes],
         sizes: Sequence[int],
-        take: Callable[[int, Bulk | bytes | None], None],
+        take: Callable[[int, Bulk | bytes | None], Callable[[], None] | None],
     ) -> None:
         """Send commands that end in a value each.
 
@@ -176,20 +176,27 @@ class Wire:
             commands: packed.
             sizes: expected length of each value.
             take: called with the index and the value, None if there is none, or the line of an error
-                reply. It need not read the value to its end.
+                reply. It need not read the value to its end. What it returns is called when the next
+                command is under way: work on the value while Redis works on the next.
         """
         self._begin()
         count = len(commands)
         sent = under_way = 0
+        finish: Callable[[], None] | None = None
         for index in range(count):
             # Small ones in groups. Large ones one at a time: several under way on several connections keep
             # Redis busy, and more only push each other's memory out of its caches.
-            if sent < count and 2 * under_way <= self._window:
-                first = sent
-                while sent < count and (under_way < self._window or sent == index):
-                    under_way += sizes[sent]
-                    sent += 1
-                self._send([b"".join(commands[first:sent])])
+            try:
+                if sent < count and 2 * under_way <= self._window:
+                    first = sent
+                    while sent < count and (under_way < self._window or sent == index):
+                        under_way += sizes[sent]
+                        sent += 1
+                    self._send([b"".join(commands[first:sent])])
+            finally:
+                if finish is not None:
+                    finish()
+                    finish = None
             line = self._line()
             under_way -= sizes[index]
             if line[:1] == b"$":
@@ -198,7 +205,7 @@ class Wire:
                     take(index, None)
                     continue
                 bulk = Bulk(self, length)
-                take(index, bulk)
+                finish = take(index, bulk)
                 bulk.skip()
                 if self._line():
                     raise InvalidResponse("expected the end of a value")
@@ -206,6 +213,8 @@ class Wire:
                 take(index, line)
             else:
                 raise InvalidResponse("expected a value")
+        if finish is not None:
+            finish()
         self._end()
 
     def take(self, count: int) -> bytes:
