@@ -283,7 +283,7 @@ def draw(samples: Samples, path: Path) -> None:
     }
     models = list(dict.fromkeys(setting.model for setting in samples))
     figure, panels = pyplot.subplots(
-        len(ANSWERS), len(models), figsize=(5 * len(models), 7.2), sharex=True, squeeze=False
+        len(ANSWERS), len(models), figsize=(5 * len(models), 7.2), sharex=True, sharey=True, squeeze=False
     )
     for (row, answer), (column, model) in itertools.product(enumerate(ANSWERS), enumerate(models)):
         panel = panels[row][column]
@@ -307,7 +307,9 @@ def draw(samples: Samples, path: Path) -> None:
         if column == 0:
             panel.set_ylabel("milliseconds")
     panels[0][0].legend(loc="upper left", fontsize=8, framealpha=0.9)
-    figure.suptitle("Replacing 200 tokens of a cached context by 5 (SGLang on CPU, tiny models)", fontsize=11)
+    figure.suptitle(
+        "Replacing 200 tokens of a cached context by 5 (SGLang on CPU, tiny random models)", fontsize=11
+    )
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

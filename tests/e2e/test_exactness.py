@@ -157,15 +157,3 @@ class TestWithoutLmcacheGqa(Exactness):
     @pytest.fixture
     def plain(self, stack_plain_gqa: Stack) -> Stack:
         return stack_plain_gqa
-
-
-class TestWithoutLmcachePaged(Exactness):
-    """Pages of 16 tokens, prefill in chunks."""
-
-    @pytest.fixture
-    def stack(self, stack_mla_paged: Stack) -> Stack:
-        return stack_mla_paged
-
-    @pytest.fixture
-    def plain(self, stack_plain_mla_paged: Stack) -> Stack:
-        return stack_plain_mla_paged

@@ -133,16 +133,6 @@ def test_a_base_that_another_session_shares_is_copied_C5(twin: Twin, where: str)
     agree(twin.ask(base.tokens, max_new_tokens=5), twin.reference.reprefill(base.tokens, 5))
 
 
-def test_a_base_that_a_running_request_holds_is_copied_E2(twin: Twin, client: Client) -> None:
-    base = twin.base(tokens(500, "held"))
-    found: list[tuple[int, ...]] = []
-    with running(client, base.tokens, 60, found):
-        turn = twin.edit(base, [EDIT], tokens(9, "held t"))
-        assert spliced(turn.answer)["in_place"] is False
-    assert list(found[0]) == twin.reference.reprefill(base.tokens, 60).ids
-    twin.edit(turn, [(150, 170, [])], tokens(9, "held u"))
-
-
 def test_source_missing_after_eviction_C1(twin: Twin, client: Client) -> None:
     """The base fell out of a full pool before it was edited; it is prefilled, and can be edited again."""
     base = twin.base(tokens(400, "evicted"))
@@ -155,21 +145,8 @@ def test_source_missing_after_eviction_C1(twin: Twin, client: Client) -> None:
     twin.edit(twin.base(prompt), [(50, 60, [])])
 
 
-def test_no_memory(twin: Twin, client: Client) -> None:
-    """A pool full of running requests: the copy finds no room, the prefill does."""
-    base = twin.base(tokens(700, "room"))
-    twin.ask(base.tokens + tokens(20, "room o"), max_new_tokens=1)  # shared, so it cannot be taken over
-    prompt = edited(base.tokens, EDIT) + tokens(9, "room t")
-    with ExitStack() as held:
-        for number in range(2):
-            held.enter_context(running(client, tokens(1480, ("hog", number)), 120, []))
-        answer = twin.ask(prompt, max_new_tokens=5, kv_hints=envelope(base.id, EDIT))
-    refused(answer, "no_memory")
-    agree(answer, twin.reference.reprefill(prompt, 5))
-
-
 class TestWithLmcache:
-    """Whatever was just answered may be on its way to LMCache, which locks it."""
+    """Whatever was just answered may be on its way to LMCache, which locks it. Nothing is thrown out here."""
 
     @pytest.fixture
     def stack(self, stack_small_lmcache: Stack) -> Stack:
@@ -191,3 +168,24 @@ class TestWithLmcache:
         assert again.answer.cached_details["storage"] == 512
         changed = edited(prompt, (100, 130, [])) + tokens(300, "meanwhile t")
         twin.base(changed)
+
+    def test_a_base_that_a_running_request_holds_is_copied_E2(self, twin: Twin, client: Client) -> None:
+        base = twin.base(tokens(500, "held"))
+        found: list[tuple[int, ...]] = []
+        with running(client, base.tokens, 60, found):
+            turn = twin.edit(base, [EDIT], tokens(9, "held t"))
+            assert spliced(turn.answer)["in_place"] is False
+        assert list(found[0]) == twin.reference.reprefill(base.tokens, 60).ids
+        twin.edit(turn, [(150, 170, [])], tokens(9, "held u"))
+
+    def test_no_memory(self, twin: Twin, client: Client) -> None:
+        """A pool full of running requests: the copy finds no room, the prefill does."""
+        base = twin.base(tokens(700, "room"))
+        twin.ask(base.tokens + tokens(20, "room o"), max_new_tokens=1)  # shared, so it cannot be taken over
+        prompt = edited(base.tokens, EDIT) + tokens(9, "room t")
+        with ExitStack() as held:
+            for number in range(2):
+                held.enter_context(running(client, tokens(1480, ("hog", number)), 120, []))
+            answer = twin.ask(prompt, max_new_tokens=5, kv_hints=envelope(base.id, EDIT))
+        refused(answer, "no_memory")
+        agree(answer, twin.reference.reprefill(prompt, 5))

@@ -1,4 +1,4 @@
-"""C3, C6: pages of several tokens, prefill in several steps, requests that are thrown out and come back."""
+"""C6: pages of several tokens; C3: prefill in several steps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from reference.rules import Edit
 
 from leyline_lmcache.stack import Stack
-from leyline_lmcache.stack.client import Client, Generation
+from leyline_lmcache.stack.client import Client
 
-from .driver import IDENTITY, Turn, Twin, agree, edited, envelope, spliced, tokens, whole_pool
+from .driver import IDENTITY, Twin, agree, edited, envelope, spliced, tokens, whole_pool
 
 ON_AND_OFF: dict[str, list[Edit]] = {
     "all on pages": [(304, 496, tokens(16, "p0"))],
@@ -76,49 +76,3 @@ class TestPagesOf16:
             spliced(answer)
             agree(answer, want)
         whole_pool(client)
-
-
-class TestRetraction:
-    """Prefill goes in steps of 64 tokens, and every third step throws a running request out."""
-
-    @pytest.fixture
-    def stack(self, stack_gqa_retract: Stack) -> Stack:
-        return stack_gqa_retract
-
-    def test_edited_requests_are_thrown_out_and_finish_C3(self, twin: Twin, client: Client) -> None:
-        """They come back onto the same edited path, and answer like the reference."""
-        bases = [twin.base(tokens(400, ("retract", number))) for number in range(4)]
-        edits: list[Edit] = [(50, 80, tokens(100, "retract r")), (200, 210, [])]
-        tail = tokens(70, "retract t")
-        answers = self.at_once(twin, [(base, edits, tail) for base in bases], 24)
-        assert sum(int(answer.meta["num_retractions"]) for answer in answers) > 0
-        whole_pool(client)
-
-    def test_what_was_thrown_out_can_be_edited_again_C3(self, twin: Twin, client: Client) -> None:
-        """Its record is of the view it finished with."""
-        bases = [twin.base(tokens(300, ("again", number))) for number in range(2)]
-        edits: list[Edit] = [(50, 80, tokens(5, "again r"))]
-        tail = tokens(20, "again t")
-        answers = self.at_once(twin, [(base, edits, tail) for base in bases], 16)
-        assert sum(int(answer.meta["num_retractions"]) for answer in answers) > 0
-        for base, answer in zip(bases, answers, strict=True):
-            want, served = twin.reference.serve(base.context, edits, edited(base.tokens, *edits) + tail, 16)
-            twin.edit(Turn(answer, want, served), [(100, 120, tokens(30, "again s"))], tokens(20, "again u"))
-        whole_pool(client)
-
-    @staticmethod
-    def at_once(twin: Twin, asked: list[tuple[Turn, list[Edit], list[int]]], count: int) -> list[Generation]:
-        """Edited requests side by side: a lone one is never thrown out."""
-        prompts = [edited(base.tokens, *edits) + tail for base, edits, tail in asked]
-
-        def ask(number: int) -> Generation:
-            base, edits, _ = asked[number]
-            hints = envelope(base.id, *edits)
-            return twin.ask(prompts[number], max_new_tokens=count, kv_hints=hints)
-
-        with ThreadPoolExecutor(len(asked)) as pool:
-            answers = list(pool.map(ask, range(len(asked))))
-        for (base, edits, _), prompt, answer in zip(asked, prompts, answers, strict=True):
-            spliced(answer)
-            agree(answer, twin.reference.serve(base.context, edits, prompt, count)[0])
-        return answers
