@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from leyline_lmcache.directive import Directive
+from leyline_lmcache.ops import Tier
 from leyline_lmcache.ranges import Range, merge
 from leyline_lmcache.reasons import Fallback, FallbackReason
 from leyline_lmcache.view import View, buffer_id
@@ -22,6 +23,7 @@ from leyline_lmcache.view import View, buffer_id
 from . import hints, wire
 from .lineage import LineageTable, Roundings, Tokens, as_tokens
 from .lookups import Lookups
+from .origins import Origins
 from .plans import Kind, RequestPlan, plan_request
 from .records import BaseRecord, BufferInfo, Namespace, RecordStore
 from .report import EditReport, Reporter
@@ -48,6 +50,8 @@ class _State:
         lost: tokens at the view's end whose KV was gone, so that they are prefilled.
         directives, fill: what was asked for, kept while the base's record is looked up elsewhere.
         looked: the stored tiers were asked, or cannot be.
+        origins: what this request and its fills loaded from the stored tiers.
+        told: SGLang's own breakdown of cached tokens has it.
     """
 
     plan: RequestPlan | None = None
@@ -57,6 +61,8 @@ class _State:
     directives: tuple[Directive, ...] = ()
     fill: Range | None = None
     looked: bool = False
+    origins: Origins = field(default_factory=Origins)
+    told: bool = False
 
 
 class GpuTier:
@@ -216,10 +222,11 @@ class GpuTier:
                 state.lost += plan.kept(splice.goal, goal)
                 plan.cut(splice.goal, self._lineages)
             self._reporter.spliced(req.rid, plan, splice, self._page_size)
+        self._note_origins(plan, state, splice)
         state.matched = time.perf_counter()
         if state.report is not None:
             state.report.reprefilled = state.lost
-            self._account(req, plan, state.report, splice)
+            self._account(req, plan, state, state.report, splice)
         return cut or (splice is not None and splice.tokens > 0)
 
     def _splice(self, rid: str, plan: RequestPlan, keys: array[int], held: Path, goal: int) -> Splice:
@@ -241,7 +248,9 @@ class GpuTier:
         self._lookups.want(req, None)
         return True
 
-    def _account(self, req: Any, plan: RequestPlan, report: EditReport, splice: Splice | None) -> None:
+    def _account(
+        self, req: Any, plan: RequestPlan, state: _State, report: EditReport, splice: Splice | None
+    ) -> None:
         first = report.outcome is None
         start = min(plan.exact, plan.target)
         report.applied(
@@ -251,6 +260,8 @@ class GpuTier:
             filled=sum(end - begin for begin, end in plan.fills),
             edits=plan.edits,
             lineage=plan.lineage.name,
+            cpu=state.origins.tokens(Tier.CPU, plan.target),
+            redis=state.origins.tokens(Tier.REDIS, plan.target),
         )
         if splice is not None:
             report.moved += splice.tokens
@@ -258,6 +269,19 @@ class GpuTier:
         if first:
             self._reporter.decided(req.rid, report)
         attach(req, report)
+
+    @staticmethod
+    def _note_origins(plan: RequestPlan, state: _State, splice: Splice | None) -> None:
+        """Loads of fills count for the request they were made for."""
+        waiting = plan.lineage.origins
+        if plan.kind is Kind.FILL and len(plan.fills) == 1 and state.matched is None:
+            waiting.clear()
+        if plan.kind is Kind.MAIN:
+            state.origins.update(waiting)
+            waiting.clear()
+        into = waiting if plan.kind is Kind.FILL else state.origins
+        for run in splice.loaded if splice is not None else ():
+            into.add(run.start, run.start + run.length, run.tier)
 
     def _all_ranks(self, value: int) -> int:
         """The smallest value of all tensor-parallel ranks."""
@@ -347,10 +371,11 @@ class GpuTier:
 
     def checkpointed(self, req: Any, up_to: int) -> None:
         """A request's KV ``[0, up_to)`` was published; if it is finished, remember it as a base."""
+        state: _State = getattr(req, _STATE, None) or _State()
+        self._break_down(req, state)
         if not req.finished():
             return
         self.ended(req.rid)
-        state: _State = getattr(req, _STATE, None) or _State()
         plan = state.plan
         if state.fill is not None:
             # Another request's fill: never a base, even if it was refused and prefilled.
@@ -375,6 +400,18 @@ class GpuTier:
         self._records.add(record, [info])
         if self._lookups is not None:
             self._lookups.publish(record, info)
+
+    @staticmethod
+    def _break_down(req: Any, state: _State) -> None:
+        """Let SGLang's ``cached_tokens_details`` say what was loaded: L1 is its host, Redis its storage."""
+        if state.told or state.plan is None or not req._cache_breakdown_computed:
+            return
+        state.told = True
+        cpu = state.origins.tokens(Tier.CPU, req.cached_tokens_device)
+        redis = state.origins.tokens(Tier.REDIS, req.cached_tokens_device)
+        req.cached_tokens_device -= cpu + redis
+        req.cached_tokens_host += cpu
+        req.cached_tokens_storage += redis
 
     def _exact_record(self, req: Any, tokens: Tokens) -> BaseRecord:
         namespace = namespace_of(req)

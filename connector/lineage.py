@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from .origins import Origins
+
 TAG_SHIFT = 32
 EXACT = 0
 _TOKEN_MASK = (1 << TAG_SHIFT) - 1
@@ -67,6 +69,8 @@ class Lineage:
     tag: int
     fingerprint: bytes
     roundings: Roundings = field(default_factory=Roundings)
+    origins: Origins = field(default_factory=Origins)
+    """What the fills of a request that has not been served yet have loaded for it."""
 
     @property
     def name(self) -> str:

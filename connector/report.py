@@ -43,6 +43,8 @@ class EditReport:
         moved: of those, how many this request had to move; the rest lay in the tree already.
         reach: position up to which the request was served from cached KV.
         filled: tokens prefilled for replacements (with their alignment slack).
+        tiers: of the tokens whose KV was kept, prefix and all, how many lay in which tier when the request
+            (or its fills) came.
         reprefilled: tokens that should have been kept, but whose KV was gone or could not be moved.
         in_place: slots were taken over instead of copied.
     """
@@ -59,6 +61,7 @@ class EditReport:
     reprefilled: int = 0
     in_place: bool = False
     lineage: str | None = None
+    tiers: dict[str, int] | None = None
 
     def exact(self) -> EditReport:
         self.outcome = Outcome.EXACT
@@ -68,15 +71,26 @@ class EditReport:
         self.outcome, self.reason, self.detail = Outcome.FALLBACK, why.reason, why.detail
         self.prefix = self.spliced = self.moved = self.reach = self.filled = 0
         self.reprefilled = lost
-        self.in_place = False
+        self.in_place, self.tiers = False, None
         return self
 
     def applied(
-        self, *, prefix: int, spliced: int, reach: int, filled: int, edits: int, lineage: str
+        self,
+        *,
+        prefix: int,
+        spliced: int,
+        reach: int,
+        filled: int,
+        edits: int,
+        lineage: str,
+        cpu: int = 0,
+        redis: int = 0,
     ) -> None:
         self.outcome, self.reason, self.detail = Outcome.SPLICED, None, None
         self.prefix, self.spliced, self.reach, self.filled = prefix, spliced, reach, filled
         self.edits, self.lineage = edits, lineage
+        gpu = max(0, prefix + spliced - cpu - redis)
+        self.tiers = {Tier.GPU.value: gpu, Tier.CPU.value: cpu, Tier.REDIS.value: redis}
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values only: the report crosses processes."""
@@ -109,6 +123,9 @@ class Reporter:
             registry=registry,
         )
         self._ops = Counter("leyline_ops", "Ops executed", ["tier", "op"], registry=registry)
+        self._loaded = Counter(
+            "leyline_loaded_tokens", "Tokens loaded for edited views, by tier", ["tier"], registry=registry
+        )
         self._seconds = Histogram(
             "leyline_splice_seconds",
             "Time of one splice in the scheduler",
@@ -159,6 +176,13 @@ class Reporter:
             share = run.length / splice.tokens
             span = (run.start, run.start + run.length)
             self._op(rid, plan, kind, span, page, run.shift, splice.bytes * share, splice.micros * share)
+        for load in splice.loaded:
+            kind = OpKind.COPY_ROTATE if load.shift else OpKind.COPY
+            # The blocks of these tiers are the chunks that were read, wherever in the view their tokens go.
+            span = (load.source, load.source + load.length)
+            size, micros = load.length * self._row_bytes, splice.micros * load.length / splice.tokens
+            self._loaded.labels(load.tier.value).inc(load.length)
+            self._op(rid, plan, kind, span, splice.chunk_size, load.shift, size, micros, load.tier)
         if plan.kind is Kind.MAIN and plan.edits:
             gone = splice.freed if splice.in_place else plan.record.length - plan.first_change
             self._op(rid, plan, OpKind.INVALIDATE, (plan.first_change, plan.first_change + gone), page)
@@ -183,16 +207,17 @@ class Reporter:
         shift: int = 0,
         size: float = 0,
         micros: float = 0,
+        tier: Tier = Tier.GPU,
     ) -> None:
         start, end = span
-        self._ops.labels(Tier.GPU.value, kind.value).inc()
+        self._ops.labels(tier.value, kind.value).inc()
         blocks = -(-end // page) - start // page if end > start else 0
         self._write(
             OpRecord(
                 ts=time.time(),
                 request=rid,
                 lineage=plan.lineage.fingerprint.hex(),
-                tier=Tier.GPU,
+                tier=tier,
                 op=kind,
                 blocks=blocks,
                 tokens=end - start,

@@ -98,6 +98,7 @@ class _FetchJob:
         chunks: indexes of the chunks asked for.
         rows: their object keys, one list per object group and rank.
         hits: chunks that came and are locked; None while LMCache works.
+        brought: those of them that were not in L1 before.
     """
 
     readers: int
@@ -106,6 +107,7 @@ class _FetchJob:
     chunks: list[list[int]] = field(default_factory=list)
     rows: list[list[list[Any]]] = field(default_factory=list)
     hits: list[list[int] | None] = field(default_factory=list)
+    brought: list[list[int]] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -200,6 +202,7 @@ class LeylineModule:
                 job.chunks.append(chunks)
                 job.rows.append([list(row.keys) for row in rows])
                 job.handles.append(self._prefetch(message, rows) if chunks else None)
+                job.brought.append([])
                 job.hits.append(None if chunks else [])
         except BaseException:
             self._drop(message.job)
@@ -218,7 +221,8 @@ class LeylineModule:
         if not job.done:
             return wire.encode(wire.Fetched(done=False))
         hits = tuple(tuple(hit or ()) for hit in job.hits)
-        return wire.encode(wire.Fetched(done=True, hits=hits))
+        brought = tuple(tuple(each) for each in job.brought)
+        return wire.encode(wire.Fetched(done=True, hits=hits, brought=brought))
 
     @server_module_handler(wire.RELEASE)
     def release(self, payload: bytes) -> bytes:
@@ -278,6 +282,8 @@ class LeylineModule:
                 continue
             rows = [set(row.get_indices_list()) for row in result.hit_cells]
             common = set.intersection(*rows) if rows else set()
+            loaded = set().union(*(row.get_indices_list() for row in result.l2_hit_cells))
+            job.brought[i] = [job.chunks[i][each] for each in sorted(common & loaded)]
             job.hits[i] = [job.chunks[i][each] for each in sorted(common)]
             # Chunks that only some rows have cannot be used: their locks go back at once.
             for row, cells in zip(job.rows[i], rows, strict=False):

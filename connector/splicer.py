@@ -15,6 +15,7 @@ import torch
 
 from leyline_lmcache.kernels.layout import KVLayout
 from leyline_lmcache.kernels.splice import splice_rows
+from leyline_lmcache.ops import Tier
 from leyline_lmcache.ranges import Range
 from leyline_lmcache.reasons import Fallback, FallbackReason
 from leyline_lmcache.view import View
@@ -41,6 +42,8 @@ class StoredRun(Protocol):
     def source(self) -> int: ...
     @property
     def shift(self) -> int: ...
+    @property
+    def tier(self) -> Tier: ...
 
 
 class Load(Protocol):
@@ -72,6 +75,7 @@ class Splice:
         goal: how far the edited path reaches now.
         runs: tokens moved inside the pool, by source.
         loaded: tokens loaded from a stored tier.
+        chunk_size: tokens per chunk there.
         bytes: read and written by the kernel.
         in_place: slots of the old view were taken over.
         freed: tokens of the old view given back to the pool by that.
@@ -85,6 +89,7 @@ class Splice:
     in_place: bool = False
     freed: int = 0
     micros: float = 0.0
+    chunk_size: int = 1
 
     @property
     def tokens(self) -> int:
@@ -181,7 +186,14 @@ class Splicer:
             roundings.write(load.start, load.start + load.length, int(load.shift != 0))
         micros = (time.perf_counter() - started) * 1e6
         return Splice(
-            sources.goal, tuple(sources.runs), tuple(sources.stored), moved, in_place, freed, micros
+            sources.goal,
+            tuple(sources.runs),
+            tuple(sources.stored),
+            moved,
+            in_place,
+            freed,
+            micros,
+            stored.chunk_size if stored is not None else 1,
         )
 
     # ------------------------------------------------------------------ sources

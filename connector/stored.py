@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from leyline_lmcache.ops import Tier
 from leyline_lmcache.ranges import Range, merge, subtract
 from leyline_lmcache.reasons import Fallback, FallbackReason
 from leyline_lmcache.view import Piece, View
@@ -42,17 +43,25 @@ class _Held:
     info: BufferInfo
     salt: str
     chunks: set[int]
+    brought: set[int] = field(default_factory=set)
+    """Those of them that were not in L1 before."""
     retrieved: set[int] = field(default_factory=set)
+
+    def by_tier(self) -> tuple[tuple[Tier, set[int]], tuple[Tier, set[int]]]:
+        """The chunks, by where they lay."""
+        return (Tier.CPU, self.chunks - self.brought), (Tier.REDIS, self.brought)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """``length`` tokens to be loaded from L1. ``source``: position in the buffer: where it was computed."""
+    """``length`` tokens to be loaded from L1. ``source``: position in the buffer: where it was computed.
+    ``tier``: where they lay when they were asked for."""
 
     start: int
     length: int
     source: int
     held: int
+    tier: Tier
 
     @property
     def shift(self) -> int:
@@ -93,21 +102,23 @@ class StoredChunks:
                 for index, held in enumerate(self.held):
                     if held.info.id != piece.buffer:
                         continue
-                    for low, high in merge((c * size, (c + 1) * size) for c in held.chunks):
-                        low, high = max(low, piece.src_start), min(high, piece.src_end)
-                        if low < high:
-                            runs.append(StoredRun(position + low - piece.src_start, high - low, low, index))
+                    for tier, chunks in held.by_tier():
+                        for low, high in merge((c * size, (c + 1) * size) for c in chunks):
+                            low, high = max(low, piece.src_start), min(high, piece.src_end)
+                            if low < high:
+                                start = position + low - piece.src_start
+                                runs.append(StoredRun(start, high - low, low, index, tier))
         runs.sort(key=lambda run: run.start)
         covered = merge((run.start, run.start + run.length) for run in runs)
         return runs, subtract(merge(missing), covered)
 
     def loads(self, runs: Sequence[StoredRun]) -> list[Load]:
-        """Group runs by the chunks they share."""
+        """Group runs by the chunks they share; those whose chunks follow each other load together."""
         size = self.tier.chunk_size
         out: list[Load] = []
         for run in sorted(runs, key=lambda run: (run.held, run.source)):
             first, last = run.source // size, -(-(run.source + run.length) // size)
-            if out and out[-1].held == run.held and first < out[-1].last:
+            if out and out[-1].held == run.held and first <= out[-1].last:
                 before = out.pop()
                 first, last, joined = before.first, max(before.last, last), (*before.runs, run)
                 out.append(Load(run.held, first, last, joined))
@@ -294,8 +305,8 @@ class Flow:
         else:
             answer = self._answer(future, wire.Fetched)
             if answer.done:
-                for held, hits in zip(self._held, answer.hits, strict=True):
-                    held.chunks = set(hits)
+                for held, hits, brought in zip(self._held, answer.hits, answer.brought, strict=True):
+                    held.chunks, held.brought = set(hits), set(brought)
                 return StoredChunks(self._tier, self._job, self._held)
         self._future = self._tier.call(wire.POLL, wire.Job(job=self._job))
         return None

@@ -77,10 +77,12 @@ class Job(Message, frozen=True):
 
 
 class Fetched(Message, frozen=True):
-    """State of a fetch. ``hits``: per part, indexes of the chunks that are in L1 and locked."""
+    """State of a fetch. ``hits``: per part, indexes of the chunks that are in L1 and locked. ``brought``:
+    those of them that came from L2."""
 
     done: bool
     hits: tuple[tuple[int, ...], ...] = ()
+    brought: tuple[tuple[int, ...], ...] = ()
 
 
 class PieceMessage(Message, frozen=True):

@@ -57,6 +57,8 @@ class Daemon:
         self.delay: int | None = 2
         self.fault: Exception | str | None = None
         self.stored = 0
+        self.cold: set[ChunkKey] = set()
+        """Chunks that are in Redis only."""
 
     def connect(self, engine: Engine) -> Connector:
         return Connector(self, engine)
@@ -86,8 +88,16 @@ class Daemon:
         elif method == wire.FETCH:
             self._fetch(wire.decode(payload, wire.Fetch))
         elif method == wire.POLL:
-            _, hits = self.jobs[wire.decode(payload, wire.Job).job]
-            return wire.encode(wire.Fetched(done=True, hits=tuple(tuple(hit) for hit in hits)))
+            fetch, hits = self.jobs[wire.decode(payload, wire.Job).job]
+            brought = tuple(
+                tuple(
+                    i for i in hit if self.key(part.salt, np.frombuffer(part.tokens, "<i4"), i) in self.cold
+                )
+                for part, hit in zip(fetch.parts, hits, strict=True)
+            )
+            return wire.encode(
+                wire.Fetched(done=True, hits=tuple(tuple(hit) for hit in hits), brought=brought)
+            )
         elif method == wire.RELEASE:
             self._release(wire.decode(payload, wire.Job))
         return wire.encode(wire.Done())

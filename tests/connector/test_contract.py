@@ -5,6 +5,7 @@ A new release of either breaks here first, with the name of what moved.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from importlib import import_module
 from importlib.metadata import entry_points, version
@@ -166,6 +167,10 @@ def test_request_attributes() -> None:
         "lora_id",
         "full_untruncated_fill_ids",
         "finished_reason",
+        "cached_tokens_device",
+        "cached_tokens_host",
+        "cached_tokens_storage",
+        "_cache_breakdown_computed",
     ):
         assert f"self.{name}" in source, name
 
@@ -201,6 +206,12 @@ def test_lmcache_cache_is_a_unified_radix_cache_with_the_methods_that_are_overri
         assert name in found, name
     # Stores look their nodes up under untagged keys: edited KV can never be stored as exact KV.
     assert "MatchPrefixParams(key=key)" in inspect.getsource(LMCacheUnifiedRadixCache._submit_store)
+
+
+def test_a_prefetch_tells_what_came_from_l2() -> None:
+    from lmcache.v1.distributed.api import PrefetchResult
+
+    assert {"hit_cells", "l2_hit_cells"} <= {each.name for each in dataclasses.fields(PrefetchResult)}
 
 
 def test_the_entry_point_is_installed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from leyline_lmcache.connector import wire
 from leyline_lmcache.connector.settings import InPlace, Settings
+from leyline_lmcache.journal import JournalReader
+from leyline_lmcache.ops import OpKind, Tier
 
 from .daemon import Daemon
 from .engine import Engine, Served, hints
@@ -59,6 +62,31 @@ def test_part_on_the_gpu_part_in_lmcache() -> None:
     assert loaded(got)["reach"] >= 140
     engine.check()
     engine.daemon.check()
+
+
+def test_the_tier_of_every_token_is_told_fills_and_all(tmp_path: Path) -> None:
+    engine = rig(journal_dir=tmp_path)
+    base = engine.serve(tokens(160))
+    engine.forget_pool()
+    engine.serve(base.tokens[:20])
+    daemon = engine.daemon
+    # Chunks 0 to 4 are in L1, the rest in Redis.
+    daemon.cold = {key for key in daemon.chunks if len(key[1]) // 4 > 80}
+    got = edited(engine, base, (30, 50, [1, 2, 3]))
+    report = loaded(got)
+    # Of the view, [0, 20) was on the GPU; [20, 30) and [50, 80) in L1; [80, 160) in Redis.
+    assert report["tiers"] == {"gpu": 20, "cpu": 40, "redis": 80}
+    assert sum(report["tiers"].values()) == report["prefix"] + report["spliced"]
+    again = edited(engine, base, (30, 50, [1, 2, 3]), tail=[5])
+    assert loaded(again)["tiers"] == {"gpu": 140, "cpu": 0, "redis": 0}
+    engine.reporter.close()
+    ops = [op for op in JournalReader(tmp_path).records() if op.tier is not Tier.GPU]
+    assert [(op.tier, op.op, op.blocks, op.tokens, op.shift) for op in ops] == [
+        (Tier.CPU, OpKind.COPY, 1, 10, 0),
+        (Tier.CPU, OpKind.COPY_ROTATE, 2, 30, -17),
+        (Tier.REDIS, OpKind.COPY_ROTATE, 5, 80, -17),
+    ]
+    daemon.check()
 
 
 @pytest.mark.parametrize("page", PAGES)
