@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -35,6 +35,7 @@ from .redis.options import OptionsError, RedisOptions
 log = logging.getLogger(__name__)
 
 _DISTRIBUTION = "leyline-lmcache"
+_MOST_ENGINES = 64
 
 
 class ModuleConfigError(ValueError):
@@ -128,6 +129,7 @@ class LeylineModule:
         self._jobs: dict[str, _FetchJob] = {}
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
+        self._engines: OrderedDict[int, str] = OrderedDict()
         self._stop = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="leyline-sweep", daemon=True)
         self._sweeper.start()
@@ -141,7 +143,19 @@ class LeylineModule:
     def report_status(self) -> dict[str, Any]:
         """Part of LMCache's ``/status``."""
         with self._lock:
-            return {"boot": self._boot, "jobs": len(self._jobs), **self._counters}
+            return {
+                "leyline": {
+                    "boot": self._boot,
+                    "version": version(_DISTRIBUTION),
+                    "wire": wire.WIRE_VERSION,
+                    "engines": {str(instance): told for instance, told in self._engines.items()},
+                    "shared": self._catalog.is_shared,
+                    "shared_errors": self._catalog.errors,
+                    "catalog_bytes": self._catalog.size,
+                    "jobs": len(self._jobs),
+                    **self._counters,
+                }
+            }
 
     def register_zmq_services(self, server: Any) -> None:
         """Own threads: a slow handler must not starve lookups."""
@@ -162,8 +176,18 @@ class LeylineModule:
 
     @server_module_handler(wire.HELLO)
     def hello(self, payload: bytes) -> bytes:
-        message = wire.decode(payload, wire.Hello)
+        try:
+            message = wire.decode(payload, wire.Hello)
+        except wire.WireError:
+            self._counters["unreadable_hellos"] += 1
+            raise
         mine = version(_DISTRIBUTION)
+        with self._lock:
+            # Refused ones too: whoever looks for the fault sees both versions here.
+            self._engines[message.instance] = message.version
+            self._engines.move_to_end(message.instance)
+            while len(self._engines) > _MOST_ENGINES:
+                self._engines.popitem(last=False)
         if message.version != mine:
             raise wire.WireError(
                 f"version: the engine runs {_DISTRIBUTION} {message.version}, this server {mine}; "

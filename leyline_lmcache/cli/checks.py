@@ -24,6 +24,7 @@ _DISTRIBUTION = "leyline-lmcache"
 _ENGINE = f"pip install '{_DISTRIBUTION}[engine]'"
 _PLUGIN_GROUP = "sglang.srt.plugins"
 _BACKEND = "leyline"
+_SERVER_MODULE = '{"module_path": "leyline_lmcache.connector.server"}'
 _PYTHON = (3, 11)
 _REQUIREMENT = re.compile(
     r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?P<rule>==|>=)\s*(?P<version>[0-9.]+)"
@@ -91,8 +92,8 @@ def engine_requirements() -> dict[str, tuple[str, str]]:
 
 
 def _check_package(name: str, rule: str, wanted: str) -> Check:
-    # Without these two a server still splices: LMCache is a choice, and on CPU torch turns the keys.
-    missing = Status.WARN if name in ("lmcache", "triton", "redis") else Status.FAIL
+    # Without these a server still splices: LMCache and Redis are a choice, and on CPU torch turns the keys.
+    missing = Status.WARN if name in ("lmcache", "triton", "redis", "xxhash") else Status.FAIL
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -302,6 +303,82 @@ def check_lmcache(address: str, http_url: str | None) -> Iterator[Check]:
         healthy = str(found.get("status", "")).lower() in ("healthy", "ok", "")
         status = Status.OK if healthy else Status.FAIL
         yield Check("lmcache http", status, f"{http_url}, {found.get('status', 'healthy')}")
+
+
+def check_module(http_url: str) -> Iterator[Check]:
+    """Our module in `lmcache server`, the engines that have spoken to it, and what carries KV to Redis."""
+    try:
+        status = _get_json(f"{http_url.rstrip('/')}/status")
+    except _Unreachable as error:
+        yield Check("module", Status.WARN, f"{http_url}/status: {error}", "see --http-port of lmcache server")
+        return
+    found = status.get("leyline")
+    if not isinstance(found, dict):
+        yield Check(
+            "module",
+            Status.WARN,
+            "not loaded: edits use the GPU tier alone",
+            f"start lmcache server with --server-module '{_SERVER_MODULE}'",
+        )
+    else:
+        yield Check("module", Status.OK, f"{_DISTRIBUTION} {found.get('version')}")
+        yield _check_pairing(found)
+        yield _check_shared(found)
+    storage = status.get("storage_manager")
+    for adapter in storage.get("l2_adapters") or () if isinstance(storage, dict) else ():
+        yield _check_adapter(adapter)
+
+
+def _check_pairing(found: Mapping[str, Any]) -> Check:
+    """Engine and module understand each other only in the same release."""
+    mine, engines = found.get("version"), found.get("engines") or {}
+    others = sorted({str(version) for version in engines.values()} - {str(mine)})
+    if others or found.get("unreadable_hellos"):
+        seen = ", ".join(others) or "of a release with other messages"
+        return Check(
+            "pairing",
+            Status.FAIL,
+            f"lmcache server has {mine}, an engine {seen}",
+            f"install the same {_DISTRIBUTION} for SGLang and lmcache server, and restart both",
+        )
+    if not engines:
+        return Check(
+            "pairing",
+            Status.WARN,
+            "no engine has asked for the module since it started",
+            "start SGLang with --enable-lmcache, and lmcache server before it",
+        )
+    return Check("pairing", Status.OK, f"{len(engines)} of {mine}")
+
+
+def _check_shared(found: Mapping[str, Any]) -> Check:
+    errors = int(found.get("shared_errors") or 0)
+    if not found.get("shared"):
+        return Check(
+            "bases",
+            Status.WARN,
+            "known to this node, until lmcache server ends",
+            'give the module "redis": {"url": ...} in its config, and other nodes can go on with a session',
+        )
+    if errors:
+        return Check("bases", Status.WARN, f"shared by Redis, {errors} failures so far", "look at its log")
+    return Check("bases", Status.OK, "shared by Redis")
+
+
+def _check_adapter(adapter: Mapping[str, Any]) -> Check:
+    kind, healthy = str(adapter.get("type") or "unknown"), bool(adapter.get("is_healthy", True))
+    if not healthy:
+        return Check(
+            "l2 adapter", Status.FAIL, f"{kind}: not healthy", "is Redis up? see lmcache server's log"
+        )
+    if "resp" in kind.lower():
+        return Check(
+            "l2 adapter",
+            Status.WARN,
+            f"{kind}: does not reconnect, and a vanished key stops all lookups",
+            "use LeylineL2Adapter, see docs/redis.md",
+        )
+    return Check("l2 adapter", Status.OK, kind)
 
 
 def check_redis(url: str) -> Iterator[Check]:

@@ -71,11 +71,13 @@ def _all(targets: _Targets, model: Path | None) -> Iterator[Check]:
     ]
     if model is not None:
         steps.append(("rope", lambda: iter([checks.check_model(model)])))
-    sglang, lmcache, redis = targets.sglang, targets.lmcache, targets.redis
+    sglang, lmcache, http, redis = targets.sglang, targets.lmcache, targets.lmcache_http, targets.redis
     if sglang is not None:
         steps.append(("sglang server", lambda: checks.check_sglang(sglang)))
     if lmcache is not None:
-        steps.append(("lmcache server", lambda: checks.check_lmcache(lmcache, targets.lmcache_http)))
+        steps.append(("lmcache server", lambda: checks.check_lmcache(lmcache, http)))
+        if http is not None:
+            steps.append(("module", lambda: checks.check_module(http)))
     if redis is not None:
         steps.append(("redis server", lambda: checks.check_redis(redis)))
     for name, step in steps:

@@ -88,7 +88,7 @@ def test_what_is_installed_here_is_fine(leyline: Leyline) -> None:
 def test_the_releases_come_from_the_distribution() -> None:
     wanted = checks.engine_requirements()
     assert wanted["sglang"] == ("==", "0.5.23")
-    assert set(wanted) >= {"sglang", "lmcache", "torch", "triton", "redis"}
+    assert set(wanted) == {"sglang", "lmcache", "torch", "triton", "redis", "xxhash"}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_settings_that_are_wrong(tmp_path: Path) -> None:
 
 def test_without_the_engine_it_reports_and_fails(tmp_path: Path) -> None:
     """A core-only install: everything the `engine` extra brings is hidden from the interpreter."""
-    hidden = ("torch", "sglang", "lmcache", "triton", "redis", "transformers", "numpy")
+    hidden = ("torch", "sglang", "lmcache", "triton", "redis", "xxhash", "transformers", "numpy")
     code = (
         "import sys\nfrom importlib import metadata\n"
         f"hidden = {hidden}\n"
@@ -160,7 +160,7 @@ def test_without_the_engine_it_reports_and_fails(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    for name in ("sglang", "lmcache", "torch", "triton", "redis"):
+    for name in ("sglang", "lmcache", "torch", "triton", "redis", "xxhash"):
         assert found[name]["seen"] == "not installed"
         assert "pip install" in found[name]["todo"]
     assert found["sglang"]["status"] == "fail"
@@ -236,6 +236,47 @@ def test_an_lmcache_server(closed_port: int) -> None:
         assert [check.status for check in checks.check_lmcache(address, None)] == [Status.OK]
     for address in (f"127.0.0.1:{closed_port}", "nowhere", "127.0.0.1:x", "127.0.0.1:99999"):
         assert [check.status for check in checks.check_lmcache(address, None)] == [Status.FAIL]
+
+
+MODULE = {"version": "1.0", "engines": {"7": "1.0"}, "shared": True, "shared_errors": 0}
+
+
+def module(status: Any) -> dict[str, Check]:
+    with answering({"/status": status}) as url:
+        return by_name(list(checks.check_module(url)))
+
+
+def test_the_module_in_lmcache_server() -> None:
+    found = module({"leyline": MODULE, "storage_manager": {"l2_adapters": [{"type": "leyline"}]}})
+    assert [check.status for check in found.values()] == [Status.OK] * 4, found
+    assert list(found) == ["module", "pairing", "bases", "l2 adapter"]
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "status", "named"),
+    [
+        ({"engines": {"7": "1.0", "8": "1.1"}}, "pairing", Status.FAIL, "1.1"),
+        ({"unreadable_hellos": 1}, "pairing", Status.FAIL, "same leyline-lmcache"),
+        ({"engines": {}}, "pairing", Status.WARN, "--enable-lmcache"),
+        ({"shared": False}, "bases", Status.WARN, '"redis"'),
+        ({"shared_errors": 3}, "bases", Status.WARN, "3 failures"),
+    ],
+)
+def test_t10_a_module_that_does_not_fit(change: Any, name: str, status: Status, named: str) -> None:
+    check = module({"leyline": MODULE | change})[name]
+    assert check.status is status
+    assert named in check.seen + check.todo
+
+
+def test_an_lmcache_server_without_the_module_or_with_another_adapter() -> None:
+    storage = {"l2_adapters": [{"type": "RESPConnector", "is_healthy": True}]}
+    found = module({"storage_manager": storage})
+    assert found["module"].status is Status.WARN and "--server-module" in found["module"].todo
+    assert found["l2 adapter"].status is Status.WARN and "LeylineL2Adapter" in found["l2 adapter"].todo
+    storage = {"l2_adapters": [{"type": "leyline", "is_healthy": False}]}
+    assert module({"storage_manager": storage})["l2 adapter"].status is Status.FAIL
+    assert module("<html>")["module"].status is Status.WARN
+    assert module({})["module"].status is Status.WARN
 
 
 @pytest.mark.redis
