@@ -60,11 +60,11 @@ class Catalog:
         return self._size
 
     def publish(self, message: wire.Publish) -> None:
-        """Remember a record and its buffer, here first: a shared store may be away."""
+        """Remember a record and its buffers, here first: a shared store may be away."""
         family = _family(message.record.model, message.record.namespace)
         values: dict[Name, bytes | None] = {
             (_RECORD, message.record.response): wire.encode(message.record),
-            (_BUFFER, message.buffer.id): wire.encode(message.buffer),
+            **{(_BUFFER, buffer.id): wire.encode(buffer) for buffer in message.buffers},
         }
         with self._lock:
             for name, value in values.items():

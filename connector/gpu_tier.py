@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from leyline_lmcache.reasons import Fallback, FallbackReason
 from leyline_lmcache.view import View, buffer_id
 
 from . import hints, wire
-from .lineage import LineageTable, Roundings, Tokens, as_tokens
+from .lineage import LineageTable, Roundings, Tokens, as_tokens, key_array
 from .lookups import Lookups
 from .origins import Origins
+from .packing import Packing, computed, remainders
+from .packs import BufferInfo, Pack, Shelf
 from .plans import Kind, RequestPlan, plan_request
-from .records import BaseRecord, BufferInfo, Namespace, RecordStore
+from .records import BaseRecord, Namespace, RecordStore
 from .report import EditReport, Reporter
 from .runtime import Runtime
 from .settings import Settings
@@ -52,6 +54,7 @@ class _State:
         looked: the stored tiers were asked, or cannot be.
         origins: what this request and its fills loaded from the stored tiers.
         told: SGLang's own breakdown of cached tokens has it.
+        packings: what is to be stored now that it is finished.
     """
 
     plan: RequestPlan | None = None
@@ -63,6 +66,7 @@ class _State:
     looked: bool = False
     origins: Origins = field(default_factory=Origins)
     told: bool = False
+    packings: list[Packing] = field(default_factory=list)
 
 
 class GpuTier:
@@ -327,45 +331,28 @@ class GpuTier:
         """The lookup failed."""
         self.drop(req, why)
 
-    def wanted_chunks(
-        self, req: Any, plan: RequestPlan, chunk_size: int
-    ) -> list[tuple[BufferInfo, list[Range]]]:
-        """Chunks that hold what the GPU lacks of a plan, by buffer, as index ranges."""
+    def wanted_chunks(self, req: Any, plan: RequestPlan, chunk_size: int) -> list[tuple[Shelf, list[Range]]]:
+        """Chunks that hold what the GPU lacks of a plan, by shelf, as index ranges."""
         assert self._splicer is not None
         keys = plan.keys(req.origin_input_ids)[: plan.goal]
         held = self._splicer.match(keys, plan.record.namespace)
-        wanted: dict[str, list[Range]] = {}
+        wanted: dict[tuple[str, Pack | None], tuple[Shelf, list[Range]]] = {}
         for start, end in self._splicer.missing(plan, held, plan.goal):
             for _, piece in plan.view.between(start, end):
                 info = self._records.info(piece.buffer) if piece.buffer is not None else None
-                if info is None:
-                    continue
-                # Only whole chunks are stored.
-                last = min(-(-piece.src_end // chunk_size), len(info.tokens) // chunk_size)
-                if piece.src_start // chunk_size < last:
-                    wanted.setdefault(info.id, []).append((piece.src_start // chunk_size, last))
-        out: list[tuple[BufferInfo, list[Range]]] = []
-        for buffer, ranges in wanted.items():
-            info = self._records.info(buffer)
-            assert info is not None
-            out.append((info, merge(ranges)))
-        return out
+                for shelf in info.shelves() if info is not None else ():
+                    chunks = shelf.chunks(piece.src_start, piece.src_end, chunk_size)
+                    if chunks:
+                        wanted.setdefault((shelf.info.id, shelf.pack), (shelf, []))[1].extend(chunks)
+        return [(shelf, merge(chunks)) for shelf, chunks in wanted.values()]
 
-    def computed_chunks(
-        self, req: Any, known: int, chunk_size: int
-    ) -> tuple[RequestPlan | None, list[Range]]:
-        """View ranges, in whole chunks, computed in this request's lineage and nowhere else (I5)."""
-        plan = self.plan_of(req)
-        if plan is None or plan.kind is Kind.FILL:
-            return None, []
-        own: list[Range] = [(plan.target, known)]
-        for position, piece in plan.view.spans():
-            info = self._records.info(piece.buffer) if piece.buffer is not None else None
-            lineage = info.lineage if info is not None else None
-            if piece.buffer is None or (lineage == plan.tail.fingerprint and piece.src_start == position):
-                own.append((position, position + piece.length))
-        whole = ((-(-a // chunk_size) * chunk_size, b // chunk_size * chunk_size) for a, b in merge(own))
-        return plan, [(a, b) for a, b in whole if a < b]
+    def packings(self, req: Any) -> list[Packing]:
+        """What a finished request leaves to be stored in packs; told once."""
+        state: _State | None = getattr(req, _STATE, None)
+        if state is None:
+            return []
+        found, state.packings = state.packings, []
+        return found
 
     # ------------------------------------------------------------------ records
 
@@ -399,7 +386,27 @@ class GpuTier:
         info = BufferInfo(record.buffer, tokens, lineage)
         self._records.add(record, [info])
         if self._lookups is not None:
-            self._lookups.publish(record, info)
+            state.packings = self._pack(record, info, plan, self._lookups.chunk_size)
+            for packing in state.packings:
+                self._records.learn(packing.info)
+            known = self._records.info(record.buffer) or info
+            others = (packing.info for packing in state.packings if packing.info.id != known.id)
+            self._lookups.publish(record, [known, *others])
+
+    def _pack(
+        self, record: BaseRecord, info: BufferInfo, plan: RequestPlan | None, chunk_size: int
+    ) -> list[Packing]:
+        """Packs for what LMCache's own stores leave out. KV of a sequence without edits needs none yet."""
+        if plan is None:
+            return []
+        pack = computed(plan, record.length, self._page_size)
+        own = [Packing(replace(info, packs=(pack,)), pack, record)] if pack else []
+        return [*own, *remainders(record, self._records, chunk_size, self._page_size, self._is_resident)]
+
+    def _is_resident(self, record: BaseRecord, length: int) -> bool:
+        assert self._splicer is not None
+        held = self._splicer.match(key_array(record.keys[:length]), record.namespace)
+        return bool(self._all_ranks(int(held.length >= length)))
 
     @staticmethod
     def _break_down(req: Any, state: _State) -> None:

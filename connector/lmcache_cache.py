@@ -6,9 +6,9 @@ Upstream: ``mem_cache/storage/lmcache/lmcache_unified_radix_cache.py``.
 from __future__ import annotations
 
 import logging
-from array import array
 from typing import Any
 
+import torch
 from lmcache.integration.sglang.lmcache_mp_metadata import LMCachePendingStore
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -18,6 +18,9 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from . import wire
 from .cache import EditableCache
 from .gpu_tier import namespace_of
+from .lineage import key_array
+from .packing import Packing
+from .packs import Shelf
 from .runtime import Runtime
 from .settings import Settings
 from .stored import StoredTier
@@ -88,48 +91,47 @@ class EditableLMCacheRadixCache(EditableCache, LMCacheUnifiedRadixCache):
     # ------------------------------------------------------------------ storing
 
     def _submit_store(self, req: Any, token_ids: Any) -> None:
-        """Exact KV as upstream does; what an edited view computed, under its own salt."""
+        """Exact KV as upstream does; what an edited view computed, in packs."""
         super()._submit_store(req, token_ids)
         if self._stored is None or self._tier is None or not req.finished():
             return
         try:
-            self._store_computed(req, token_ids)
+            for packing in self._tier.packings(req):
+                self._store_pack(req, packing)
         except Exception:
             log.exception("the edited KV of request %s was not stored", req.rid)
 
-    def _store_computed(self, req: Any, token_ids: Any) -> None:
-        assert self._tier is not None and self._stored is not None
+    def _store_pack(self, req: Any, packing: Packing) -> None:
+        assert self._stored is not None
         connector = self.lmcache_connector
-        plan, chunks = self._tier.computed_chunks(req, len(token_ids), int(connector.chunk_size))
-        if plan is None:
+        key = RadixKey(key_array(packing.keys), req.extra_key, cache_salt=req.cache_salt)
+        matched = UnifiedRadixCache.match_prefix(self, MatchPrefixParams(key=key))
+        if not connector._sync_success(matched.device_prefix_len >= packing.end):
             return
-        keys: array[int] = plan.keys(token_ids)
-        salt = self._stored.salt(namespace_of(req), plan.tail.fingerprint)
-        for start, end in chunks:
-            key = RadixKey(keys[:end], req.extra_key, cache_salt=req.cache_salt)
-            matched = UnifiedRadixCache.match_prefix(self, MatchPrefixParams(key=key))
-            if matched.device_prefix_len < end:
-                return
-            indices = self.path_device_indices(matched.last_device_node)[start:end]
-            lock = self.inc_lock_ref(matched.last_device_node).to_dec_params()
-            # LMCache caches hashes by request id, and counts what a request has stored.
-            rid = f"{req.rid}#{plan.tail.name}@{start}"
-            connector._store_submitted_tokens[rid] = start
-            operation = None
-            try:
-                operation = connector.submit_store(
-                    rid,
-                    list(token_ids[:end]),
-                    connector.device_indices_by_group(indices),
-                    device_indices_start=start,
-                    cache_salt=salt,
-                )
-            finally:
-                if operation is None:
-                    self.dec_lock_ref(matched.last_device_node, lock)
-                    connector._store_submitted_tokens.pop(rid, None)
+        path = self.path_device_indices(matched.last_device_node)
+        shelf = Shelf(packing.info, packing.pack)
+        names = shelf.names(self._stored.chunk_size).tolist()
+        slots = torch.cat([path[start:end] for start, end in packing.pack])
+        if len(slots) < len(names):
+            # A chunk is stored whole; what fills it up is never read.
+            page = slots[-self.page_size :]
+            slots = torch.cat([slots, page.repeat((len(names) - len(slots)) // self.page_size)])
+        lock = self.inc_lock_ref(matched.last_device_node).to_dec_params()
+        rid = self._stored.request_id()
+        operation = None
+        try:
+            operation = connector.submit_store(
+                rid,
+                names,
+                connector.device_indices_by_group(slots),
+                device_indices_start=0,
+                cache_salt=self._stored.salt(namespace_of(req), packing.info.lineage),
+            )
+        finally:
             if operation is None:
-                continue
-            self._pending_stores.append(LMCachePendingStore(operation, matched.last_device_node, lock))
-            self._pending_store_counts[rid] = self._pending_store_counts.get(rid, 0) + 1
-            self._request_session_finish(rid)
+                self.dec_lock_ref(matched.last_device_node, lock)
+        if operation is None:
+            return
+        self._pending_stores.append(LMCachePendingStore(operation, matched.last_device_node, lock))
+        self._pending_store_counts[rid] = self._pending_store_counts.get(rid, 0) + 1
+        self._request_session_finish(rid)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from leyline_lmcache.ranges import Range
 from leyline_lmcache.reasons import Fallback, FallbackReason
 
 from . import wire
+from .packs import BufferInfo, Shelf
 from .plans import RequestPlan
-from .records import BaseRecord, BufferInfo, Namespace
+from .records import BaseRecord, Namespace
 from .stored import Flow, StoredChunks, StoredTier
 
 log = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ class Planner(Protocol):
     def found_record(self, req: Any, answer: wire.Resolved) -> RequestPlan | None: ...
     def wanted_chunks(
         self, req: Any, plan: RequestPlan, chunk_size: int
-    ) -> list[tuple[BufferInfo, list[Range]]]: ...
+    ) -> list[tuple[Shelf, list[Range]]]: ...
     def found_nothing(self, req: Any, why: Fallback) -> None: ...
 
 
@@ -96,9 +98,14 @@ class Lookups:
         for rid in [*self._wanted, *self._running, *self._ready]:
             self.cancel(rid)
 
-    def publish(self, record: BaseRecord, info: BufferInfo) -> None:
-        """Make a finished request known to other nodes."""
-        self._tier.publish(record, info)
+    @property
+    def chunk_size(self) -> int:
+        """Tokens in one of LMCache's chunks."""
+        return self._tier.chunk_size
+
+    def publish(self, record: BaseRecord, infos: Iterable[BufferInfo]) -> None:
+        """Make a finished request, and what is new of the buffers in its view, known to other nodes."""
+        self._tier.publish(record, infos)
 
     def _advance(self, req: Any, flow: Flow) -> bool:
         if flow.over:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from leyline_lmcache.view import BufferId, View
 
 from .lineage import Roundings, Tokens, untagged
+from .packs import BufferInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +63,6 @@ class BaseRecord:
 
     def __repr__(self) -> str:
         return f"BaseRecord({self.response!r}, {self.length} tokens, {len(self.view.pieces)} pieces)"
-
-
-@dataclass(frozen=True, slots=True)
-class BufferInfo:
-    """What a buffer's KV was computed from, enough to name its chunks in LMCache.
-
-    ``tokens``: plain ids from position 0. ``lineage``: fingerprint of the view it was computed in; empty for
-    exact KV.
-    """
-
-    id: BufferId
-    tokens: Tokens
-    lineage: bytes
 
 
 class RecordStore:
@@ -139,6 +127,11 @@ class RecordStore:
     def info(self, buffer: BufferId) -> BufferInfo | None:
         """What a buffer was computed from, while some record has pieces of it."""
         return self._infos.get(buffer)
+
+    def learn(self, info: BufferInfo) -> None:
+        """More is known of a buffer that some record has pieces of."""
+        if info.id in self._infos:
+            self._infos[info.id] = info
 
     def clear(self) -> None:
         self._records.clear()

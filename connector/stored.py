@@ -11,8 +11,8 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -26,7 +26,8 @@ from leyline_lmcache.view import Piece, View
 
 from . import wire
 from .lineage import LineageTable, Roundings, Tokens, tagged
-from .records import BaseRecord, BufferInfo, Namespace, RecordStore
+from .packs import BufferInfo, Shelf
+from .records import BaseRecord, Namespace, RecordStore
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +39,9 @@ M = TypeVar("M", bound=wire.Message)
 
 @dataclass(slots=True)
 class _Held:
-    """Chunks of one buffer that are in L1 and locked for us."""
+    """Chunks of one shelf that are in L1 and locked for us."""
 
-    info: BufferInfo
+    shelf: Shelf
     salt: str
     chunks: set[int]
     brought: set[int] = field(default_factory=set)
@@ -54,23 +55,30 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """``length`` tokens to be loaded from L1. ``source``: position in the buffer: where it was computed.
-    ``tier``: where they lay when they were asked for."""
+    """``length`` tokens to be loaded from L1.
+
+    Attributes:
+        start: view position of the first.
+        source: offset on the shelf ``held``.
+        origin: position at which it was computed.
+        tier: where they lay when they were asked for.
+    """
 
     start: int
     length: int
     source: int
+    origin: int
     held: int
     tier: Tier
 
     @property
     def shift(self) -> int:
-        return self.start - self.source
+        return self.start - self.origin
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Chunks ``[first, last)`` of one buffer, to be loaded at once for all runs that lie in them.
+    """Chunks ``[first, last)`` of one shelf, to be loaded at once for all runs that lie in them.
 
     At once, because a chunk's lock is gone with its first retrieval.
     """
@@ -95,22 +103,41 @@ class StoredChunks:
 
     def cover(self, view: View, missing: Sequence[Range]) -> tuple[list[StoredRun], list[Range]]:
         """Runs for as much of ``missing`` as is in L1, and what is still missing; both in order."""
-        size = self.tier.chunk_size
         runs: list[StoredRun] = []
+        left = merge(missing)
         for start, end in missing:
             for position, piece in view.between(start, end):
-                for index, held in enumerate(self.held):
-                    if held.info.id != piece.buffer:
-                        continue
-                    for tier, chunks in held.by_tier():
-                        for low, high in merge((c * size, (c + 1) * size) for c in chunks):
-                            low, high = max(low, piece.src_start), min(high, piece.src_end)
-                            if low < high:
-                                start = position + low - piece.src_start
-                                runs.append(StoredRun(start, high - low, low, index, tier))
+                for run in self._runs(position, piece):
+                    # Once is enough, if two shelves have it.
+                    for low, high in subtract([(run.start, run.start + run.length)], _gaps(left, run)):
+                        skipped = low - run.start
+                        runs.append(
+                            replace(
+                                run,
+                                start=low,
+                                length=high - low,
+                                source=run.source + skipped,
+                                origin=run.origin + skipped,
+                            )
+                        )
+                    left = subtract(left, [(run.start, run.start + run.length)])
         runs.sort(key=lambda run: run.start)
-        covered = merge((run.start, run.start + run.length) for run in runs)
-        return runs, subtract(merge(missing), covered)
+        return runs, left
+
+    def _runs(self, position: int, piece: Piece) -> Iterator[StoredRun]:
+        """All of a piece at view position ``position`` that is held."""
+        size = self.tier.chunk_size
+        for index, held in enumerate(self.held):
+            if held.shelf.info.id != piece.buffer:
+                continue
+            for place in held.shelf.places(piece.src_start, piece.src_end):
+                for tier, chunks in held.by_tier():
+                    for low, high in merge((c * size, (c + 1) * size) for c in chunks):
+                        low, high = max(low, place.offset), min(high, place.offset + place.length)
+                        if low < high:
+                            origin = place.origin + low - place.offset
+                            start = position + origin - piece.src_start
+                            yield StoredRun(start, high - low, low, origin, index, tier)
 
     def loads(self, runs: Sequence[StoredRun]) -> list[Load]:
         """Group runs by the chunks they share; those whose chunks follow each other load together."""
@@ -131,7 +158,7 @@ class StoredChunks:
         is the pool's sink. Raises ``Fallback`` (``tier_error``)."""
         held, size = self.held[load.held], self.tier.chunk_size
         held.retrieved.update(range(load.first, load.last))
-        self.tier.retrieve(held.info, held.salt, load.first * size, load.last * size, slots)
+        self.tier.retrieve(held.shelf, held.salt, load.first * size, load.last * size, slots)
 
     def release(self) -> None:
         """Give back the locks of what was not retrieved."""
@@ -194,6 +221,11 @@ class StoredTier:
 
     # ------------------------------------------------------------------ names
 
+    def request_id(self) -> str:
+        """Never one twice: LMCache caches hashes by request id and would give another shelf's KV."""
+        self._count += 1
+        return f"leyline-{self._connector.instance_id}-{self._count}"
+
     def salt(self, namespace: Namespace, lineage: bytes) -> str:
         """LMCache's cache salt for KV of a lineage; exact KV has SGLang's own."""
         plain: str = self._connector.build_cache_salt(namespace.cache_salt, namespace.extra_key)
@@ -205,15 +237,14 @@ class StoredTier:
 
     # ------------------------------------------------------------------ data
 
-    def retrieve(self, info: BufferInfo, salt: str, start: int, end: int, slots: torch.Tensor) -> None:
-        """Load chunks ``[start, end)`` of a buffer (locked before) into ``slots``. Raises ``Fallback``."""
+    def retrieve(self, shelf: Shelf, salt: str, start: int, end: int, slots: torch.Tensor) -> None:
+        """Load tokens ``[start, end)`` of a shelf (whole chunks, locked before) into ``slots``. Raises
+        ``Fallback``."""
         from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLookupOperation
 
         connector = self._connector
-        self._count += 1
-        # Never an id twice: LMCache caches hashes by request id and would return another buffer's KV.
-        request = f"leyline-{connector.instance_id}-{self._count}"
-        tokens = info.tokens[:end].tolist()
+        request = self.request_id()
+        tokens = shelf.names(self.chunk_size)[:end].tolist()
         operation = LMCacheLookupOperation(request, tokens, 0, salt)
         try:
             key = connector._create_key(operation, start=start, end=end, worker_id=connector.kv_worker_id)
@@ -234,9 +265,10 @@ class StoredTier:
 
     # ------------------------------------------------------------------ records
 
-    def publish(self, record: BaseRecord, info: BufferInfo) -> None:
+    def publish(self, record: BaseRecord, infos: Iterable[BufferInfo]) -> None:
         """Tell other nodes, and our own next life, about a finished request."""
-        self.send(wire.PUBLISH, wire.Publish(record=to_message(record, self.model), buffer=_buffer(info)))
+        buffers = tuple(_buffer(info) for info in infos)
+        self.send(wire.PUBLISH, wire.Publish(record=to_message(record, self.model), buffers=buffers))
 
 
 class Flow:
@@ -271,15 +303,16 @@ class Flow:
         future, self._future = self._future, None
         return self._answer(future, wire.Resolved)
 
-    def fetch(self, parts: Sequence[tuple[BufferInfo, Sequence[Range]]]) -> None:
+    def fetch(self, parts: Sequence[tuple[Shelf, Sequence[Range]]]) -> None:
         """Ask for chunks, by index ranges."""
         self._job = uuid.uuid4().hex
         message_parts = []
-        for info, chunks in parts:
-            salt = self._tier.salt(self._namespace, info.lineage)
-            self._held.append(_Held(info, salt, set()))
-            last = max(end for _, end in chunks) * self._tier.chunk_size
-            tokens = info.tokens[:last].astype("<i4").tobytes()
+        size = self._tier.chunk_size
+        for shelf, chunks in parts:
+            salt = self._tier.salt(self._namespace, shelf.info.lineage)
+            self._held.append(_Held(shelf, salt, set()))
+            last = max(end for _, end in chunks) * size
+            tokens = shelf.names(size)[:last].astype("<i4").tobytes()
             message_parts.append(wire.Part(tokens=tokens, salt=salt, chunks=tuple(chunks)))
         connector = self._tier._connector
         message = wire.Fetch(
@@ -332,6 +365,11 @@ class Flow:
             raise Fallback(FallbackReason.TIER_ERROR, str(error)) from error
 
 
+def _gaps(ranges: Sequence[Range], run: StoredRun) -> list[Range]:
+    """What of a run's view range is not in ``ranges``."""
+    return subtract([(run.start, run.start + run.length)], ranges)
+
+
 # ---------------------------------------------------------------------- records as messages
 
 
@@ -356,7 +394,8 @@ def to_message(record: BaseRecord, model: str) -> wire.RecordMessage:
 
 
 def _buffer(info: BufferInfo) -> wire.BufferMessage:
-    return wire.BufferMessage(id=info.id, tokens=info.tokens.astype("<i4").tobytes(), lineage=info.lineage)
+    tokens = info.tokens.astype("<i4").tobytes()
+    return wire.BufferMessage(id=info.id, tokens=tokens, lineage=info.lineage, packs=info.packs)
 
 
 def remember(
@@ -367,7 +406,9 @@ def remember(
     if message is None:
         return None
     infos = {
-        each.id: BufferInfo(each.id, np.frombuffer(each.tokens, "<i4").astype(np.int64), each.lineage)
+        each.id: BufferInfo(
+            each.id, np.frombuffer(each.tokens, "<i4").astype(np.int64), each.lineage, each.packs
+        )
         for each in answer.buffers
     }
     own = infos.get(message.buffer)

@@ -50,8 +50,8 @@ class Welcome(Message, frozen=True):
 
 
 class Part(Message, frozen=True):
-    """Chunks of one buffer. ``tokens``: int32 little-endian, from position 0. ``chunks``: half-open index
-    ranges."""
+    """Chunks of one shelf. ``tokens``: the ids that name them, int32 little-endian, from the first chunk on.
+    ``chunks``: half-open index ranges."""
 
     tokens: bytes
     salt: str
@@ -94,11 +94,13 @@ class PieceMessage(Message, frozen=True):
 
 
 class BufferMessage(Message, frozen=True):
-    """What a buffer's KV was computed from. ``lineage``: fingerprint of the view, empty for exact KV."""
+    """What a buffer's KV was computed from. ``lineage``: fingerprint of the view, empty for exact KV.
+    ``packs``: runs of positions that are stored besides whole chunks of the prefix (see packs.py)."""
 
     id: str
     tokens: bytes
     lineage: bytes
+    packs: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 class RecordMessage(Message, frozen=True):
@@ -114,10 +116,10 @@ class RecordMessage(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """Make a record, and the buffer it computed, known to every node."""
+    """Make a record, the buffer it computed, and what is new of others, known to every node."""
 
     record: RecordMessage
-    buffer: BufferMessage
+    buffers: tuple[BufferMessage, ...]
 
 
 class Resolve(Message, frozen=True):

@@ -14,6 +14,7 @@ import torch
 
 from leyline_lmcache.connector import wire
 from leyline_lmcache.connector.catalog import Catalog
+from leyline_lmcache.connector.packs import Shelf
 
 from .engine import LAYERS, Engine, Served, row_of
 
@@ -56,7 +57,7 @@ class Daemon:
         self.jobs: dict[str, tuple[wire.Fetch, list[list[int]]]] = {}
         self.delay: int | None = 2
         self.fault: Exception | str | None = None
-        self.stored = 0
+        self.stored = self.packed = 0
         self.cold: set[ChunkKey] = set()
         """Chunks that are in Redis only."""
 
@@ -76,6 +77,25 @@ class Daemon:
                 self.stored += 1
                 self.chunks[key] = [
                     np.array([row_of(served.sems[i], i, layer) for i in span]) for layer in range(LAYERS)
+                ]
+
+    def put_pack(self, salt: str, served: Served, shelf: Shelf) -> None:
+        """Store a pack, filled up with what nobody may read."""
+        names = shelf.names(self.chunk_size)
+        assert shelf.pack is not None
+        where = [i for start, end in shelf.pack for i in range(start, end)]
+        self.packed += len(where)
+        for chunk in range(len(names) // self.chunk_size):
+            key = self.key(salt, names, chunk)
+            span = where[chunk * self.chunk_size :][: self.chunk_size]
+            if key not in self.chunks:
+                self.stored += 1
+                self.chunks[key] = [
+                    np.array(
+                        [row_of(served.sems[i], i, layer) for i in span]
+                        + [row_of(b"nonsense!", 0, layer)] * (self.chunk_size - len(span))
+                    )
+                    for layer in range(LAYERS)
                 ]
 
     # ------------------------------------------------------------------ the server module

@@ -31,6 +31,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from leyline_lmcache.connector.cache import EditableRadixCache
 from leyline_lmcache.connector.gpu_tier import GpuTier, namespace_of
 from leyline_lmcache.connector.hints import fill_envelope
+from leyline_lmcache.connector.packs import Shelf
 from leyline_lmcache.connector.report import Reporter
 from leyline_lmcache.connector.runtime import Runtime
 from leyline_lmcache.connector.settings import Settings
@@ -261,13 +262,13 @@ class Engine:
     def _store(self, req: Req, served: Served) -> None:
         """What LMCache would hold afterwards: exact chunks, and what an edited view computed."""
         plan = self.tier.plan_of(req)
-        _, computed = self.tier.computed_chunks(req, len(served.tokens), self.daemon.chunk_size)
         namespace = namespace_of(req)
         exact = plan.exact if plan is not None else len(served.tokens)
         self.daemon.put(self.stored.salt(namespace, b""), served, 0, exact)
-        for start, end in computed:
-            assert plan is not None
-            self.daemon.put(self.stored.salt(namespace, plan.tail.fingerprint), served, start, end)
+        for packing in self.tier.packings(req):
+            where = self.served[packing.record.response]
+            salt = self.stored.salt(namespace, packing.info.lineage)
+            self.daemon.put_pack(salt, where, Shelf(packing.info, packing.pack))
 
     def forget_pool(self) -> None:
         """Everything on the GPU is gone, as after ``/flush_cache``."""

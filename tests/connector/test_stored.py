@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from leyline_lmcache.connector import wire
+from leyline_lmcache.connector.records import Namespace
 from leyline_lmcache.connector.settings import InPlace, Settings
 from leyline_lmcache.journal import JournalReader
 from leyline_lmcache.ops import OpKind, Tier
@@ -118,9 +119,47 @@ def test_i5_an_edit_stores_no_kept_token_again() -> None:
     before = engine.daemon.stored
     for i in range(6):
         turn = edited(engine, turn, (10, 12, [i]), tail=tokens(9, seed=i))
-    new = len(turn.tokens) - 200
-    # Only chunks computed in these views: never more than their new tokens.
-    assert (engine.daemon.stored - before) * 8 <= new + 6
+    # What these views computed, each token once (a replacement, the tail, what was answered), and what of the
+    # base filled no chunk.
+    assert engine.daemon.packed == 6 * (1 + 9 + 2) + (200 + 2) % 8
+    assert engine.daemon.stored - before <= 6 * 2 + 1
+
+
+@pytest.mark.parametrize(("page", "chunk"), [(1, 16), (1, 64), (4, 16), (16, 32)])
+def test_i4_twenty_edits_with_nothing_left_on_the_gpu_between(page: int, chunk: int) -> None:
+    """Every bit of every view is found again, and its keys were turned once."""
+    engine = rig(page, chunk=chunk)
+    turn = engine.serve(tokens(300))
+    for i in range(20):
+        sems, known = turn.sems, turn.tokens
+        edits = [(10 + 11 * i, 14 + 11 * i, [i] * (i % 5))]
+        # As it is served from the GPU, so that what nobody stored is known; then the same from LMCache.
+        edited(engine, turn, *edits, tail=tokens(9, seed=i))
+        engine.forget_pool()
+        got = edited(engine, turn, *edits, tail=tokens(9, seed=i))
+        report = loaded(got)
+        assert report["reprefilled"] == 0 and report["tiers"]["gpu"] == 0, (i, report)
+        expect(engine, Served(turn.rid, known, sems, 0, None), edits, got)
+        record = engine.tier._records.get(got.rid, Namespace(None, None, None))
+        assert record is not None and record.roundings.most(0, record.length) <= 1
+        turn = got
+    engine.check()
+    engine.daemon.check()
+
+
+def test_a_view_whose_pack_is_gone_is_cut_there() -> None:
+    engine = rig()
+    turn = edited(engine, engine.serve(tokens(160)), (30, 50, [1, 2, 3]))
+    engine.forget_pool()
+    for key in list(engine.daemon.chunks):
+        if key[0] != "/":
+            del engine.daemon.chunks[key]
+    got = edited(engine, turn, (100, 110, []))
+    refused(got, "source_missing")
+    again = edited(engine, got, (100, 110, []))
+    assert loaded(again)["spliced"] > 0
+    engine.check()
+    engine.daemon.check()
 
 
 def test_the_deleted_spans_chunks_need_not_exist() -> None:

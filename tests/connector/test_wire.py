@@ -24,7 +24,7 @@ def record(response: str, buffer: str = "b", namespace: str = "n") -> wire.Publi
         record=wire.RecordMessage(
             response=response, namespace=namespace, model="m", buffer=buffer, view=(piece,), spans=()
         ),
-        buffer=wire.BufferMessage(id=buffer, tokens=b"\0" * 8, lineage=b""),
+        buffers=(wire.BufferMessage(id=buffer, tokens=b"\0" * 8, lineage=b""),),
     )
 
 

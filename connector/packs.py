@@ -1,0 +1,106 @@
+"""Where the KV of a buffer lies in LMCache: in the chunks of its prefix, or in packs.
+
+LMCache keeps whole chunks, each named by all tokens up to its end. That fits KV of a sequence that was never
+edited, and shares it with every other request. What an edited view computes are a few short runs, a
+replacement here and a turn there, that would hardly ever fill a chunk; and of a sequence, what lies behind
+its last whole chunk is not stored at all. Such runs are laid one after another into as few chunks as hold
+them: a pack, named by the buffer and the runs. Nothing is stored twice (I5), and all of a view can be loaded
+again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from leyline_lmcache.ranges import Range, merge
+from leyline_lmcache.view import BufferId
+
+from .lineage import Tokens
+
+Pack = tuple[Range, ...]
+"""Runs of buffer positions that are stored one after another, in order and in whole pages."""
+
+_NAME_WORDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class BufferInfo:
+    """What a buffer's KV was computed from, and where it lies in LMCache: enough to name its chunks.
+
+    Attributes:
+        tokens: plain ids from position 0, int64 ``[n]``.
+        lineage: fingerprint of the view it was computed in; empty for exact KV, which LMCache stores from
+            position 0 on.
+        packs: what is stored of it besides.
+    """
+
+    id: BufferId
+    tokens: Tokens
+    lineage: bytes
+    packs: tuple[Pack, ...] = ()
+
+    def stored(self, chunk_size: int) -> list[Range]:
+        """Positions that LMCache was given."""
+        prefix = 0 if self.lineage else len(self.tokens) // chunk_size * chunk_size
+        return merge([(0, prefix), *(run for pack in self.packs for run in pack)])
+
+    def shelves(self) -> list[Shelf]:
+        """Everything LMCache may have of it."""
+        packs = [Shelf(self, pack) for pack in self.packs]
+        return packs if self.lineage else [Shelf(self, None), *packs]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """``length`` tokens on a shelf: ``offset`` there, computed at buffer position ``origin``."""
+
+    offset: int
+    origin: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """Chunks that follow one another in LMCache: a buffer's prefix (``pack`` is None), or one pack."""
+
+    info: BufferInfo
+    pack: Pack | None
+
+    def size(self, chunk_size: int) -> int:
+        """Tokens on it, in whole chunks. A pack's last chunk is padded, a prefix' is not stored."""
+        if self.pack is None:
+            return len(self.info.tokens) // chunk_size * chunk_size
+        return -(-sum(end - start for start, end in self.pack) // chunk_size) * chunk_size
+
+    def names(self, chunk_size: int) -> Tokens:
+        """The ids that name its chunks in LMCache, int64 ``[size]``: the tokens, or a pack's digest."""
+        if self.pack is None:
+            return self.info.tokens[: self.size(chunk_size)]
+        digest = hashlib.blake2b(digest_size=4 * _NAME_WORDS, person=b"leyline.pack")
+        digest.update(f"{self.info.id}:{self.pack}".encode())
+        out = np.zeros(self.size(chunk_size), dtype=np.int64)
+        words = np.frombuffer(digest.digest(), dtype="<u4") & 0x7FFFFFFF
+        out[:_NAME_WORDS] = words[: len(out)]
+        return out
+
+    def places(self, start: int, end: int) -> Iterator[Place]:
+        """Where buffer positions ``[start, end)`` are, as far as they are here."""
+        offset = 0
+        for first, last in self.pack if self.pack is not None else ((0, len(self.info.tokens)),):
+            low, high = max(first, start), min(last, end)
+            if low < high:
+                yield Place(offset + low - first, low, high - low)
+            offset += last - first
+
+    def chunks(self, start: int, end: int, chunk_size: int) -> list[Range]:
+        """Index ranges of the chunks that hold buffer positions ``[start, end)``."""
+        whole = self.size(chunk_size) // chunk_size
+        spans = (
+            (place.offset // chunk_size, min(-(-(place.offset + place.length) // chunk_size), whole))
+            for place in self.places(start, end)
+        )
+        return merge(spans)
