@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,9 +17,9 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from leyline_lmcache.directive import Directive
 from leyline_lmcache.ops import Tier
-from leyline_lmcache.ranges import Range, merge
+from leyline_lmcache.ranges import Range, merge, subtract
 from leyline_lmcache.reasons import Fallback, FallbackReason
-from leyline_lmcache.view import View, buffer_id
+from leyline_lmcache.view import BufferId, View, buffer_id
 
 from . import hints, wire
 from .lineage import LineageTable, Roundings, Tokens, as_tokens, key_array
@@ -34,11 +35,14 @@ from .settings import Settings
 from .slots import Path, Slots
 from .splicer import Splice, Splicer
 from .stored import StoredTier, remember
+from .viewing import Sightings, describe
 
 log = logging.getLogger(__name__)
 
 _STATE = "_leyline"
 """Attribute of an SGLang ``Req`` that holds its :class:`_State`."""
+_REPORT = "leyline"
+"""Where a response has its report."""
 
 
 @dataclass(slots=True)
@@ -55,6 +59,7 @@ class _State:
         origins: what this request and its fills loaded from the stored tiers.
         told: SGLang's own breakdown of cached tokens has it.
         packings: what is to be stored now that it is finished.
+        view: the base whose view it asks for, instead of editing one.
     """
 
     plan: RequestPlan | None = None
@@ -67,6 +72,7 @@ class _State:
     origins: Origins = field(default_factory=Origins)
     told: bool = False
     packings: list[Packing] = field(default_factory=list)
+    view: str | None = None
 
 
 class GpuTier:
@@ -90,6 +96,7 @@ class GpuTier:
         self._lineages = LineageTable(settings.max_lineages)
         self._planned: set[str] = set()
         self._lookups: Lookups | None = None
+        self._sightings: Sightings | None = None
         self._splicer: Splicer | None = None
         if runtime.layout is not None:
             self._splicer = Splicer(
@@ -137,10 +144,20 @@ class GpuTier:
         self._planned.discard(rid)
         if self._lookups is not None:
             self._lookups.cancel(rid)
+        if self._sightings is not None:
+            self._sightings.cancel(rid)
 
     def _decide(self, req: Any, state: _State) -> None:
         raw = hints.raw_envelope(req.kv_hints, req.sampling_params)
         if raw is None:
+            return
+        try:
+            state.view = hints.viewed_base(raw)
+        except Fallback as why:
+            self.unseen(req, why)
+            return
+        if state.view is not None:
+            self._show(req, state.view)
             return
         state.fill = hints.fill_span(raw)
         state.report = EditReport() if state.fill is None else None
@@ -300,32 +317,47 @@ class GpuTier:
     def attach_stored(self, tier: StoredTier) -> None:
         """From now on, what the GPU does not hold is looked for in CPU and Redis."""
         self._lookups = Lookups(tier, self)
+        if self._runtime.ranks == 1:
+            self._sightings = Sightings(tier, self)
 
     @property
     def looking(self) -> bool:
         """Whether a request waits for the stored tiers."""
-        return self._lookups is not None and bool(self._lookups)
+        return bool(self._lookups) or bool(self._sightings)
 
     def begin_lookup(self, rid: str) -> bool:
         """Start what :meth:`plan_of` or :meth:`reach` found necessary; whether it runs now."""
+        if self._sightings is not None and self._sightings.begin(rid):
+            return True
         return self._lookups is not None and self._lookups.begin(rid)
 
     def poll_lookup(self, rid: str) -> bool | None:
         """True when a lookup is over (told once), False while it runs, None when there is none."""
+        over = None if self._sightings is None else self._sightings.poll(rid)
+        if over is not None:
+            return over
         return None if self._lookups is None else self._lookups.poll(rid)
 
     def found_record(self, req: Any, answer: wire.Resolved) -> RequestPlan | None:
         """The base's record came from elsewhere. Raises ``Fallback``."""
         state: _State = getattr(req, _STATE)
+        self._plan(req, state, self.record_from(req, answer))
+        state.looked = True
+        return state.plan
+
+    def record_from(self, req: Any, answer: wire.Resolved) -> BaseRecord:
+        """Remember a record that another node, or this one before it restarted, has published.
+
+        Raises:
+            Fallback: there is none, or it makes no sense.
+        """
         try:
             record = remember(answer, namespace_of(req), self._records, self._lineages)
         except (wire.WireError, ValueError) as error:
             raise Fallback(FallbackReason.TIER_ERROR, f"the base's record cannot be read: {error}") from error
         if record is None:
             raise unknown_base()
-        self._plan(req, state, record)
-        state.looked = True
-        return state.plan
+        return record
 
     def found_nothing(self, req: Any, why: Fallback) -> None:
         """The lookup failed."""
@@ -354,6 +386,43 @@ class GpuTier:
         found, state.packings = state.packings, []
         return found
 
+    # ------------------------------------------------------------------ views that are asked for
+
+    def _show(self, req: Any, base: str) -> None:
+        record = self._records.get(base, namespace_of(req))
+        if self._sightings is not None:
+            self._sightings.want(req, base, record)
+        elif record is not None:
+            self.sighted(req, record, {})
+        else:
+            self.unseen(req, unknown_base())
+
+    def _answer_late(self, req: Any, base: str) -> None:
+        """The request is over and was never asked to wait: tell what is known here."""
+        if req.customized_info is not None and _REPORT in req.customized_info:
+            return
+        record = self._records.get(base, namespace_of(req))
+        if record is not None:
+            self.sighted(req, record, {})
+        else:
+            self.unseen(req, unknown_base())
+
+    def info_of(self, buffer: BufferId) -> BufferInfo | None:
+        """What a buffer was computed from."""
+        return self._records.info(buffer)
+
+    def sighted(self, req: Any, record: BaseRecord, stored: Mapping[Tier, Sequence[Range]]) -> None:
+        """Answer with a view and where its KV lies."""
+        found: dict[Tier, Sequence[Range]] = dict(stored)
+        if self._splicer is not None:
+            gpu = subtract([(0, record.length)], self._splicer.absent(record))
+            found = {Tier.GPU: gpu, **found}
+        tell(req, {"view": describe(record, self._records.info, found)})
+
+    def unseen(self, req: Any, why: Fallback) -> None:
+        """Answer that there is no such view."""
+        tell(req, {"reason": why.reason.value, "detail": why.detail})
+
     # ------------------------------------------------------------------ records
 
     def checkpointed(self, req: Any, up_to: int) -> None:
@@ -364,6 +433,9 @@ class GpuTier:
             return
         self.ended(req.rid)
         plan = state.plan
+        if state.view is not None:
+            self._answer_late(req, state.view)
+            return
         if state.fill is not None:
             # Another request's fill: never a base, even if it was refused and prefilled.
             if plan is not None:
@@ -449,6 +521,8 @@ class GpuTier:
         self._planned.clear()
         if self._lookups is not None:
             self._lookups.cancel_all()
+        if self._sightings is not None:
+            self._sightings.cancel_all()
 
     def close(self) -> None:
         """Flush the journal."""
@@ -466,9 +540,14 @@ def namespace_of(req: Any) -> Namespace:
 
 def attach(req: Any, report: EditReport) -> None:
     """Send a report back with the response, as ``meta_info["leyline"]``."""
+    tell(req, report.as_dict())
+
+
+def tell(req: Any, answer: dict[str, Any]) -> None:
+    """Send plain data back with the response."""
     if req.customized_info is None:
         req.customized_info = {}
-    req.customized_info["leyline"] = [report.as_dict()]
+    req.customized_info[_REPORT] = [answer]
 
 
 def _check_request(req: Any) -> None:

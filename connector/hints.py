@@ -13,9 +13,13 @@ import msgspec
 
 from leyline_lmcache.envelope import Envelope, parse_envelope
 from leyline_lmcache.ranges import Range
+from leyline_lmcache.reasons import Fallback, FallbackReason
 
 FILL_ACTION = "leyline.fill"
 """Marks an internal request; clients may not send it."""
+
+VIEW_ACTION = "leyline.view"
+"""Asks what a base's view looks like and where its KV lies; the request itself is served as any other."""
 
 
 def raw_envelope(kv_hints: Any, sampling_params: Any) -> Any:
@@ -57,6 +61,22 @@ def fill_span(raw: Any) -> Range | None:
         if _field(action, "action_type") == FILL_ACTION:
             payload = _field(action, "payload")
             return int(payload["start"]), int(payload["end"])
+    return None
+
+
+def viewed_base(raw: Any) -> str | None:
+    """The base whose view a request asks for. Raises ``Fallback`` (``invalid_directive``)."""
+    if isinstance(raw, str | bytes):
+        return None
+    for action in _field(raw, "actions") or ():
+        if _field(action, "action_type") == VIEW_ACTION:
+            payload = _field(action, "payload")
+            base = payload.get("base") if isinstance(payload, Mapping) else None
+            if not isinstance(base, str) or not base:
+                raise Fallback(
+                    FallbackReason.INVALID_DIRECTIVE, f"{VIEW_ACTION}: payload.base: expected text"
+                )
+            return base
     return None
 
 

@@ -29,8 +29,10 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
 from . import versions, wire
 from .catalog import Catalog
+from .l2 import adapters_of, kv_key
 from .redis.metadata import MetadataStore, open_metadata
 from .redis.options import OptionsError, RedisOptions
+from .redis.outcome import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -206,11 +208,6 @@ class LeylineModule:
     @server_module_handler(wire.FETCH)
     def fetch(self, payload: bytes) -> bytes:
         message = wire.decode(payload, wire.Fetch)
-        registry = self._context.layout_desc_registry
-        layouts = registry.find_group_layout_descs(message.model, message.world_size)
-        if not layouts:
-            raise wire.WireError("model: no engine has registered this model's KV layout here")
-        windows = registry.find_attn_desc(message.model, message.world_size)
         job = _FetchJob(message.readers, time.monotonic() + message.ttl_s)
         with self._lock:
             if message.job in self._jobs or len(self._jobs) >= self._config.max_jobs:
@@ -218,11 +215,7 @@ class LeylineModule:
             self._jobs[message.job] = job
         try:
             for part in message.parts:
-                hashes = self._hashes(part)
-                chunks = [i for start, end in part.chunks for i in range(start, min(end, len(hashes)))]
-                groups = list(range(windows.num_object_groups))
-                wanted = [hashes[i] for i in chunks]
-                rows = ipc_key_to_grouped_object_keys(_key(message, part), wanted, groups, layouts, windows)
+                chunks, rows = self._rows(message, part)
                 job.chunks.append(chunks)
                 job.rows.append([list(row.keys) for row in rows])
                 job.handles.append(self._prefetch(message, rows) if chunks else None)
@@ -233,6 +226,21 @@ class LeylineModule:
             raise
         self._counters["fetches"] += 1
         return wire.encode(wire.Done())
+
+    @server_module_handler(wire.LOCATE)
+    def locate(self, payload: bytes) -> bytes:
+        message = wire.decode(payload, wire.Locate)
+        cpu: list[tuple[int, ...]] = []
+        redis: list[tuple[int, ...]] | None = []
+        for part in message.parts:
+            chunks, rows = self._rows(message, part)
+            keys = [list(row.keys) for row in rows]
+            cpu.append(_everywhere(chunks, [[self._in_l1(key) for key in row] for row in keys]))
+            held = [self._in_l2(row) for row in keys] if redis is not None else []
+            if redis is not None:
+                known = [row for row in held if row is not None]
+                redis = [*redis, _everywhere(chunks, known)] if len(known) == len(held) else None
+        return wire.encode(wire.Located(cpu=tuple(cpu), redis=None if redis is None else tuple(redis)))
 
     @server_module_handler(wire.POLL)
     def poll(self, payload: bytes) -> bytes:
@@ -274,6 +282,36 @@ class LeylineModule:
         return wire.encode(wire.Stats(counters={**counters, "catalog_errors": self._catalog.errors}))
 
     # ------------------------------------------------------------------ fetches
+
+    def _rows(self, message: wire.Fetch | wire.Locate, part: wire.Part) -> tuple[list[int], list[Any]]:
+        """Indexes of a part's chunks, and their object keys in one row per object group and rank."""
+        registry = self._context.layout_desc_registry
+        layouts = registry.find_group_layout_descs(message.model, message.world_size)
+        if not layouts:
+            raise wire.WireError("model: no engine has registered this model's KV layout here")
+        windows = registry.find_attn_desc(message.model, message.world_size)
+        hashes = self._hashes(part)
+        chunks = [i for start, end in part.chunks for i in range(start, min(end, len(hashes)))]
+        groups = list(range(windows.num_object_groups))
+        wanted = [hashes[i] for i in chunks]
+        return chunks, ipc_key_to_grouped_object_keys(_key(message, part), wanted, groups, layouts, windows)
+
+    def _in_l1(self, key: Any) -> bool:
+        managers = self._storage._l1_managers_by_id.values()
+        return any(manager.get_object_state(key) is not None for manager in managers)
+
+    def _in_l2(self, keys: list[Any]) -> list[bool] | None:
+        """None when there is no Redis of ours, or it does not answer."""
+        adapters = adapters_of(self._storage)
+        if not adapters:
+            return None
+        held = [False] * len(keys)
+        for adapter in adapters:
+            for i, outcome in enumerate(adapter.store.lookup([kv_key(key) for key in keys])):
+                if outcome.is_outage:
+                    return None
+                held[i] = held[i] or outcome is Outcome.OK
+        return held
 
     def _hashes(self, part: wire.Part) -> list[bytes]:
         if len(part.tokens) % 4:
@@ -362,7 +400,12 @@ class LeylineModule:
         return False
 
 
-def _key(message: wire.Fetch, part: wire.Part) -> IPCCacheServerKey:
+def _everywhere(chunks: list[int], rows: list[list[bool]]) -> tuple[int, ...]:
+    """Chunks that every row has."""
+    return tuple(chunk for i, chunk in enumerate(chunks) if rows and all(row[i] for row in rows))
+
+
+def _key(message: wire.Fetch | wire.Locate, part: wire.Part) -> IPCCacheServerKey:
     tokens = memoryview(part.tokens).cast("i").tolist()
     return IPCCacheServerKey(
         model_name=message.model,
@@ -372,7 +415,7 @@ def _key(message: wire.Fetch, part: wire.Part) -> IPCCacheServerKey:
         token_ids=tuple(tokens),
         start=0,
         end=len(tokens),
-        request_id=message.job,
+        request_id=message.job if isinstance(message, wire.Fetch) else "leyline-locate",
         cache_salt=part.salt,
     )
 

@@ -143,6 +143,13 @@ class Splicer:
         with _Paths(self._slots, plan.record.namespace) as paths:
             return self._find(plan, held.length, goal, paths).missing
 
+    def absent(self, record: BaseRecord) -> list[Range]:
+        """View ranges of a record that no path in the pool has."""
+        with _Paths(self._slots, record.namespace) as paths:
+            limit = self._settings.drift_limit
+            found = find_sources(record.view, 0, record.length, record, self._records, paths.resident, limit)
+            return found.missing
+
     def splice(
         self, plan: RequestPlan, keys: array[int], held: Path, goal: int, stored: Stored | None = None
     ) -> Splice:

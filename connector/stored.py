@@ -263,6 +263,24 @@ class StoredTier:
         if not done:
             raise Fallback(FallbackReason.TIER_ERROR, "load from lmcache: a chunk was gone")
 
+    def locate(self, namespace: Namespace, parts: Sequence[tuple[Shelf, Sequence[Range]]]) -> Any:
+        """Ask where chunks are, by index ranges, without moving them; a future of ``wire.Located``."""
+        connector = self._connector
+        message = wire.Locate(
+            model=connector.model_name,
+            world_size=connector.kv_world_size,
+            readers=connector.num_kv_readers,
+            parts=tuple(self.part(namespace, shelf, chunks) for shelf, chunks in parts),
+        )
+        return self.call(wire.LOCATE, message)
+
+    def part(self, namespace: Namespace, shelf: Shelf, chunks: Sequence[Range]) -> wire.Part:
+        """Chunks of a shelf, named for LMCache."""
+        last = max(end for _, end in chunks) * self.chunk_size
+        tokens = shelf.names(self.chunk_size)[:last].astype("<i4").tobytes()
+        salt = self.salt(namespace, shelf.info.lineage)
+        return wire.Part(tokens=tokens, salt=salt, chunks=tuple(chunks))
+
     # ------------------------------------------------------------------ records
 
     def publish(self, record: BaseRecord, infos: Iterable[BufferInfo]) -> None:

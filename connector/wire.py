@@ -16,6 +16,7 @@ HELLO = "leyline.hello"
 FETCH = "leyline.fetch"
 POLL = "leyline.poll"
 RELEASE = "leyline.release"
+LOCATE = "leyline.locate"
 PUBLISH = "leyline.publish"
 RESOLVE = "leyline.resolve"
 STATS = "leyline.stats"
@@ -83,6 +84,22 @@ class Fetched(Message, frozen=True):
     done: bool
     hits: tuple[tuple[int, ...], ...] = ()
     brought: tuple[tuple[int, ...], ...] = ()
+
+
+class Locate(Message, frozen=True):
+    """Where are these chunks? Nothing is moved or locked."""
+
+    model: str
+    world_size: int
+    readers: int
+    parts: tuple[Part, ...]
+
+
+class Located(Message, frozen=True):
+    """Per part, indexes of the chunks in L1 and in Redis. ``redis`` is None when it could not be asked."""
+
+    cpu: tuple[tuple[int, ...], ...]
+    redis: tuple[tuple[int, ...], ...] | None
 
 
 class PieceMessage(Message, frozen=True):

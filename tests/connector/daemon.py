@@ -118,6 +118,8 @@ class Daemon:
             return wire.encode(
                 wire.Fetched(done=True, hits=tuple(tuple(hit) for hit in hits), brought=brought)
             )
+        elif method == wire.LOCATE:
+            return wire.encode(self._locate(wire.decode(payload, wire.Locate)))
         elif method == wire.RELEASE:
             self._release(wire.decode(payload, wire.Job))
         return wire.encode(wire.Done())
@@ -131,6 +133,17 @@ class Daemon:
             for i in hits[-1]:
                 self.locks[self.key(part.salt, tokens, i)] += 1
         self.jobs[message.job] = (message, hits)
+
+    def _locate(self, message: wire.Locate) -> wire.Located:
+        cpu, redis = [], []
+        for part in message.parts:
+            tokens = np.frombuffer(part.tokens, "<i4").astype(np.int64)
+            held = {i for a, b in part.chunks for i in range(a, b)}
+            held = {i for i in held if self.key(part.salt, tokens, i) in self.chunks}
+            cold = {i for i in held if self.key(part.salt, tokens, i) in self.cold}
+            cpu.append(tuple(sorted(held - cold)))
+            redis.append(tuple(sorted(held)))
+        return wire.Located(cpu=tuple(cpu), redis=tuple(redis))
 
     def _release(self, message: wire.Job) -> None:
         job = self.jobs.pop(message.job, None)
