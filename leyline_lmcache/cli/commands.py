@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "status": Entry("leyline_lmcache.cli.status", "Show the stacks that `up` started."),
         "plan": Entry("leyline_lmcache.cli.plan", "Show what an edit makes each tier do."),
         "ops": Entry("leyline_lmcache.cli.ops", "List or follow the ops that were executed."),
+        "view": Entry("leyline_lmcache.cli.view", "Show a response's pieces and the tiers they lie in."),
         "doctor": Entry("leyline_lmcache.cli.doctor", "Check the installation and the servers around it."),
         "demo": Entry("leyline_lmcache.cli.demo", "Watch an agent edit its history, in three arms."),
     }

@@ -1,4 +1,4 @@
-"""A view as a strip of cells: what is shared, spliced, filled and gone."""
+"""A view as a strip of cells: what is shared, spliced, filled and gone, and what lies in a tier."""
 
 from __future__ import annotations
 
@@ -24,6 +24,20 @@ class Part(Enum):
     """No KV yet: the engine prefills them."""
     GONE = ("gone", "×", "red")
     """In the old view only."""
+    KEPT = ("kept", "█", "blue")
+    """Computed earlier, where it still is."""
+    MOVED = ("moved", "▓", "green")
+    """Computed earlier, elsewhere."""
+    WAS_FILLED = ("filled", "▒", "yellow")
+    """Prefilled in the middle."""
+    COMPUTED = ("computed", "░", "cyan")
+    """Prefilled at the end."""
+    HELD = ("there", "■", "default")
+    """In this tier."""
+    ABSENT = ("not there", "·", "dim")
+    """Not in this tier."""
+    BLANK = ("", " ", "default")
+    """Nothing to say."""
 
     def __init__(self, label: str, cell: str, style: str) -> None:
         self.label = label
