@@ -173,7 +173,7 @@ class GpuTier:
         record = self._records.get(directives[0].base, namespace_of(req))
         if record is not None:
             self._plan(req, state, record)
-        elif self._lookups is not None:
+        elif self._lookups is not None and self._lookups.available:
             self._lookups.want(req, directives[0].base)
         else:
             raise unknown_base()
@@ -261,7 +261,7 @@ class GpuTier:
 
     def _should_look(self, req: Any, state: _State, plan: RequestPlan, held: Path, goal: int) -> bool:
         """Whether the stored tiers are to be asked before this request is admitted; once per request."""
-        if self._lookups is None or self._splicer is None or state.looked:
+        if self._lookups is None or not self._lookups.available or self._splicer is None or state.looked:
             return False
         state.looked = True
         if not self._splicer.missing(plan, held, goal):

@@ -21,6 +21,7 @@ from .gpu_tier import namespace_of
 from .lineage import key_array
 from .packing import Packing
 from .packs import Shelf
+from .reconnect import reconnecting
 from .runtime import Runtime
 from .settings import Settings
 from .stored import StoredTier
@@ -35,6 +36,10 @@ class EditableLMCacheRadixCache(EditableCache, LMCacheUnifiedRadixCache):
 
     _stored: StoredTier | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with reconnecting():
+            super().__init__(*args, **kwargs)
+
     def attach_stored_tier(self, runtime: Runtime, settings: Settings) -> None:
         """Use the CPU and Redis tiers for edits, if the server has our module."""
         if self._tier is None or runtime.layout is None:
@@ -44,15 +49,16 @@ class EditableLMCacheRadixCache(EditableCache, LMCacheUnifiedRadixCache):
             return
         tier = StoredTier(self.lmcache_connector, runtime.model, settings.tier_timeout)
         try:
-            welcome = tier.hello(_HELLO_TIMEOUT_S)
+            welcome = self.lmcache_connector.greet(_HELLO_TIMEOUT_S)
         except (OSError, wire.WireError) as error:
+            # A server that comes back with our module is used.
             log.warning("edits use the GPU tier alone: %s", error)
-            return
-        log.info(
-            "edits use LMCache (chunks of %d tokens); bases are %s",
-            welcome.chunk_size,
-            "shared between nodes" if welcome.shared else "known to this node",
-        )
+        else:
+            log.info(
+                "edits use LMCache (chunks of %d tokens); bases are %s",
+                welcome.chunk_size,
+                "shared between nodes" if welcome.shared else "known to this node",
+            )
         self._stored = tier
         self._deferred: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
         self._tier.attach_stored(tier)

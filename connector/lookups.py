@@ -42,6 +42,11 @@ class Lookups:
     def __bool__(self) -> bool:
         return bool(self._running)
 
+    @property
+    def available(self) -> bool:
+        """Whether asking may lead to anything now."""
+        return self._tier.available
+
     def want(self, req: Any, base: str | None) -> None:
         """A request needs its base's record (``base``), or chunks of a known one."""
         self._wanted[req.rid] = (req, base)

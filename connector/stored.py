@@ -226,6 +226,11 @@ class StoredTier:
         self._count += 1
         return f"leyline-{self._connector.instance_id}-{self._count}"
 
+    @property
+    def available(self) -> bool:
+        """Whether our module can be asked now: not while the server is away or came back without it."""
+        return self._connector.welcome is not None
+
     def salt(self, namespace: Namespace, lineage: bytes) -> str:
         """LMCache's cache salt for KV of a lineage; exact KV has SGLang's own."""
         plain: str = self._connector.build_cache_salt(namespace.cache_salt, namespace.extra_key)

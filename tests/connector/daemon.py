@@ -166,6 +166,7 @@ class Connector:
 
     instance_id, model_name, kv_world_size, kv_worker_id, num_kv_readers = 1, "model", 1, 0, 1
     blocks_in_chunk = 1
+    welcome: Any = object()
 
     def __init__(self, daemon: Daemon, engine: Engine) -> None:
         self._daemon, self._engine = daemon, engine
