@@ -100,9 +100,10 @@ def _ask(url: str, response: str, fields: Mapping[str, str | None], timeout: flo
         "action_version": ENVELOPE_VERSION,
         "payload": {"base": response},
     }
+    # Without an output token SGLang sends no report.
     body = {
         "input_ids": [0, 0],
-        "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         "kv_hints": {"protocol_version": ENVELOPE_VERSION, "message_id": "view", "actions": [action]},
         **{name: value for name, value in fields.items() if value is not None},
     }
