@@ -33,6 +33,7 @@ from .l2 import adapters_of, kv_key
 from .redis.metadata import MetadataStore, open_metadata
 from .redis.options import OptionsError, RedisOptions
 from .redis.outcome import Outcome
+from .unfinished import drop_unfinished
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +132,7 @@ class LeylineModule:
         self._jobs: dict[str, _FetchJob] = {}
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
+        drop_unfinished(self._modules, self._storage, self._count_unfinished)
         self._engines: OrderedDict[int, str] = OrderedDict()
         self._stop = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep, name="leyline-sweep", daemon=True)
@@ -389,6 +391,10 @@ class LeylineModule:
                 self._counters["overdue"] += 1
                 log.warning("fetch %s was not retrieved in time; its locks are given back", name)
                 self._drop(name)
+
+    def _count_unfinished(self, chunks: int) -> None:
+        with self._lock:
+            self._counters["unfinished"] += chunks
 
     def _knows(self, instance: int) -> bool:
         for module in self._modules:

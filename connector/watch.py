@@ -81,6 +81,7 @@ class Watch:
         finally:
             self._drop()
             socket.disable_monitor()
+            monitor.close(linger=0)
             socket.close(linger=0)
 
     def _turn(self, monitor: Any) -> None:

@@ -214,6 +214,99 @@ def test_a_prefetch_tells_what_came_from_l2() -> None:
     assert {"hit_cells", "l2_hit_cells"} <= {each.name for each in dataclasses.fields(PrefetchResult)}
 
 
+def test_lmcache_connector_is_what_the_reconnecting_one_stands_on() -> None:
+    from lmcache.integration.sglang.unified_lmcache_mp_connector import UnifiedLMCacheMPConnector as Upstream
+    from sglang.srt.mem_cache.storage.lmcache import lmcache_unified_radix_cache as cache
+
+    # The class is looked up in the module, by this name, when the cache is built.
+    assert "= UnifiedLMCacheMPConnector(" in inspect.getsource(cache.LMCacheUnifiedRadixCache.__init__)
+    built = inspect.getsource(Upstream.__init__)
+    for line in (
+        "self._req_client = RequestClientFactory.create(self.server_url)",
+        "self.instance_id = ",
+        "self._transfer_ctx",
+        "self.chunk_size = self._get_chunk_size()",
+        "self.register_kv_cache()",
+        "self._mq_timeout",
+    ):
+        assert line in built, line
+    # Assigned before the client is made, and after it: our properties rely on the order.
+    assert (
+        built.index("self.instance_id = ") < built.index("self._req_client = ") < built.index("_transfer_ctx")
+    )
+    register = inspect.getsource(Upstream.register_kv_cache)
+    for line in (
+        "create_transfer_context(",
+        'layout_hints={"kv_list_layout": "unified"}',
+        "EngineGroupInfo(**spec) for spec in self._engine_group_info_specs",
+        "engine_type=EngineType.SGLANG",
+    ):
+        assert line in register, line
+    # One request id per key, and everything else about a request is asked by name of these two.
+    assert "request_id=operation.request_id" in inspect.getsource(Upstream._create_key)
+    assert "self._req_client.query_prefetch_status(operation.request_id)" in inspect.getsource(
+        Upstream.poll_lookup
+    )
+    assert "self._req_client.end_session(request_id)" in inspect.getsource(Upstream.end_session)
+    store = inspect.getsource(Upstream.submit_store)
+    assert store.index("self._store_group_blocks_are_valid(") < store.index("self._sync_success(can_submit)")
+    for name, parameters in {
+        "submit_lookup": ["self", "request_id", "token_ids", "local_hit_tokens", "cache_salt"],
+        "_create_key": ["self", "operation", "start", "end", "worker_id"],
+        "_store_group_blocks_are_valid": ["self", "group", "blocks"],
+        "_ensure_heartbeat_started": ["self"],
+        "close": ["self"],
+    }.items():
+        assert list(inspect.signature(getattr(Upstream, name)).parameters) == parameters, name
+
+
+def test_lmcache_transport_fails_the_way_a_lost_link_needs() -> None:
+    from lmcache.v1.multiprocess.futures import MessagingFuture
+    from lmcache.v1.multiprocess.modules.management import ManagementModule
+    from lmcache.v1.multiprocess.request_handler import HandlerType, iter_request_handlers
+    from lmcache.v1.multiprocess.transport.base import RequestClient
+    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+
+    assert "context" in inspect.signature(RequestClientFactory.create).parameters
+    for name in (
+        "lookup",
+        "query_prefetch_status",
+        "free_lookup_locks",
+        "end_session",
+        "ping",
+        "get_chunk_size",
+    ):
+        assert callable(getattr(RequestClient, name)), name
+    for name in ("unregister_kv_cache_engine_driven_context", "unregister_kv_cache", "server_module_call"):
+        assert callable(getattr(RequestClient, name)), name
+    future: Any = MessagingFuture()
+    future.set_exception(TimeoutError("gone"))
+    assert future.query()
+    # The watch's question is answered by the main loop, which no busy worker delays.
+    module: Any = object.__new__(ManagementModule)
+    kinds = {bound.operation: bound.options.handler_type for bound in iter_request_handlers(module)}
+    assert kinds["get_chunk_size"] is HandlerType.SYNC
+
+
+def test_every_way_an_engine_leaves_releases_its_stores_in_one_place() -> None:
+    from lmcache.v1.distributed.l1_manager import L1Manager
+    from lmcache.v1.distributed.storage_manager import StorageManager
+    from lmcache.v1.multiprocess.modules.engine_driven_transfer import EngineDrivenTransferModule as Module
+
+    for way in (Module.reap_stale_instances, Module.unregister_kv_cache):
+        assert "self._release_entry(" in inspect.getsource(way)
+    release = inspect.getsource(Module._release_entry)
+    assert "self._pending_shm_writes.pop(k)" in release and "finish_write(obj_keys)" in release
+    assert "_pending_shm_lock" in release
+    assert list(inspect.signature(Module._release_entry).parameters) == ["self", "instance_id", "entry"]
+    assert (
+        "def finish_write_and_delete(\n        self,\n        keys: list[ObjectKey],\n        tag: str"
+        in (inspect.getsource(L1Manager))
+    )
+    assert "tag=_L1_WRITE_TAG" in inspect.getsource(StorageManager.reserve_write)
+    assert "self._l1_managers_by_id" in inspect.getsource(StorageManager.__init__)
+
+
 def test_the_entry_point_is_installed() -> None:
     found = {point.name: point.value for point in entry_points(group="sglang.srt.plugins")}
     assert found.get("leyline") == "leyline_lmcache.connector.plugin:register"
