@@ -5,19 +5,26 @@ Two engines, each with an ``lmcache server`` of its own, share one Redis.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
+import httpx
 import pytest
 from reference.model import Reference
 from reference.rules import Edit
 from support.specs import STACKS
 
+from leyline_lmcache.journal import JournalReader
+from leyline_lmcache.ops import Tier
 from leyline_lmcache.stack import Stack, StackSpec
 from leyline_lmcache.stack.client import Client, Generation
 from leyline_lmcache.stack.ports import PortLease
 
-from .driver import TOLERANCE, edited, envelope, eventually, quiet_log, refused, spliced, tokens
+from .driver import TOLERANCE, Twin, edited, envelope, eventually, quiet_log, refused, spliced, tokens
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
@@ -113,6 +120,106 @@ def spliced_or_none(answer: Generation) -> int | None:
     return int(said["reach"]) if said["outcome"] == "spliced" else None
 
 
+LONG = (300, 500, (7, 8, 9, 10, 11))
+
+
+def _clear_l1(stack: Stack) -> None:
+    httpx.post(f"{stack.lmcache_url}/cache/clear", timeout=30).raise_for_status()
+
+
+def _origin(answer: Generation) -> dict[str, int]:
+    """Tokens by tier, as the report and SGLang's own breakdown agree on them."""
+    said = spliced(answer)
+    tiers: dict[str, int] = said["tiers"]
+    assert sum(tiers.values()) == said["prefix"] + said["spliced"]
+    details = answer.cached_details
+    assert (details["host"], details.get("storage", 0)) == (tiers["cpu"], tiers["redis"])
+    assert sum(v for k, v in details.items() if k in ("device", "host", "storage")) == answer.cached_tokens
+    return tiers
+
+
+def test_every_token_says_where_it_came_from(
+    nodes: tuple[Stack, Stack], reference_of: Callable[[str], Reference]
+) -> None:
+    here, there = nodes
+    with quiet_log(here), quiet_log(there), here.client(120.0) as mine, there.client(120.0) as theirs:
+        twin = Twin(mine, reference_of("mla"))
+        base = twin.base(tokens(2000, "origin"))
+        kept = 1800  # of the base, and what the answer added
+
+        def ask(which: Twin, seed: str) -> Generation:
+            return which.edit(base, [LONG], tokens(20, seed)).answer
+
+        assert _origin(ask(twin, "gpu")) == {"gpu": kept + 4, "cpu": 0, "redis": 0}
+
+        _flush(mine)
+        tiers = _origin(ask(twin, "l1"))
+        assert tiers["cpu"] >= kept - CHUNK and tiers["redis"] == 0
+
+        # Part of it on the GPU: the exact prefix.
+        _flush(mine)
+        mine.generate(base.tokens[:200], **OPTIONS)
+        tiers = _origin(ask(twin, "part"))
+        assert tiers["gpu"] >= 200 and tiers["cpu"] >= kept - 200 - CHUNK
+
+        _flush(mine)
+        _clear_l1(here)
+        tiers = _origin(ask(twin, "redis"))
+        assert tiers["redis"] >= kept - CHUNK and tiers["cpu"] == 0
+
+        tiers = _origin(ask(Twin(theirs, reference_of("mla")), "other node"))
+        assert tiers["redis"] >= kept - CHUNK and tiers["cpu"] == 0
+
+        by_tier = {op.tier for op in JournalReader(here.journal_dir).records() if op.op is not None}
+        assert by_tier == {Tier.GPU, Tier.CPU, Tier.REDIS}
+
+
+def test_a_view_is_shown_with_the_tiers_it_lies_in(nodes: tuple[Stack, Stack]) -> None:
+    here, there = nodes
+    with here.client(120.0) as mine:
+        base, known = _base(mine, "view")
+        turn = _edit(mine, base, known)
+
+        def view(stack: Stack, *words: str) -> Any:
+            done = subprocess.run(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "leyline_lmcache",
+                    "view",
+                    turn.id,
+                    "--url",
+                    stack.sglang_url,
+                    *words,
+                ],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            return json.loads(done.stdout) if done.returncode == 0 else done
+
+        def held(stack: Stack, tier: str) -> int:
+            stretches = view(stack, "--json")["stretches"]
+            return sum(each["length"] for each in stretches if tier in each.get("tiers", ()))
+
+        found = view(here, "--json")
+        assert found["tiers"] == ["gpu", "cpu", "redis"]
+        assert [each["kind"] for each in found["stretches"] if each["kind"] == "gone"] == ["gone", "gone"]
+        assert held(here, "gpu") == found["length"]
+        eventually(lambda: held(here, "redis") >= 490, "stores reach Redis")
+        assert held(here, "cpu") >= 490
+        _flush(mine)
+        _clear_l1(here)
+        assert (held(here, "gpu"), held(here, "cpu")) == (0, 0)
+        # Asking has moved nothing, and the other node finds the same in Redis.
+        redis = held(here, "redis")
+        assert redis >= 490 and held(there, "redis") == redis
+        assert (held(there, "gpu"), held(there, "cpu")) == (0, 0)
+        refusal = view(there, "--cache-salt", "somebody")
+        assert refusal.returncode == 3 and "unknown_base" in refusal.stderr
+
+
 def test_i7_a_base_of_another_tenant_is_unknown_on_every_node(nodes: tuple[Stack, Stack]) -> None:
     here, there = nodes
     with here.client(120.0) as mine, there.client(120.0) as theirs:
@@ -127,8 +234,6 @@ def test_i7_a_base_of_another_tenant_is_unknown_on_every_node(nodes: tuple[Stack
 def test_locks_and_slots_come_back(nodes: tuple[Stack, Stack]) -> None:
     """I6 on both tiers."""
     here, _ = nodes
-    import httpx
-
     with quiet_log(here), here.client(120.0) as client:
         for i in range(8):
             base, known = _base(client, f"locks{i}")
