@@ -17,7 +17,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from leyline_lmcache.directive import Directive
 from leyline_lmcache.ops import Tier
-from leyline_lmcache.ranges import Range, merge, subtract
+from leyline_lmcache.ranges import Range, subtract
 from leyline_lmcache.reasons import Fallback, FallbackReason
 from leyline_lmcache.view import BufferId, View, buffer_id
 
@@ -26,12 +26,12 @@ from .lineage import LineageTable, Roundings, Tokens, as_tokens, key_array
 from .lookups import Lookups
 from .origins import Origins
 from .packing import Packing, computed, remainders
-from .packs import BufferInfo, Pack, Shelf
+from .packs import BufferInfo, Shelf, chunks_of, dead_chunks
 from .plans import Kind, RequestPlan, plan_request
 from .records import BaseRecord, Namespace, RecordStore
 from .report import EditReport, Reporter
 from .runtime import Runtime
-from .settings import Settings
+from .settings import Invalidate, Settings
 from .slots import Path, Slots
 from .splicer import Splice, Splicer
 from .stored import StoredTier, remember
@@ -89,12 +89,13 @@ class GpuTier:
     ) -> None:
         self._cache = cache
         self._runtime = runtime
-        self._min_reuse = settings.min_reuse
+        self._settings = settings
         self._reporter = reporter
         self._page_size = int(cache.page_size)
         self._records = RecordStore(settings.max_records, settings.max_record_tokens)
         self._lineages = LineageTable(settings.max_lineages)
         self._planned: set[str] = set()
+        self._declared: dict[str, tuple[Directive, ...]] = {}
         self._lookups: Lookups | None = None
         self._sightings: Sightings | None = None
         self._splicer: Splicer | None = None
@@ -142,8 +143,11 @@ class GpuTier:
     def ended(self, rid: str) -> None:
         """The request is over, one way or another."""
         self._planned.discard(rid)
+        edit = self._declared.pop(rid, None)
         if self._lookups is not None:
             self._lookups.cancel(rid)
+            if edit is not None:
+                self._lookups.settled(edit)
         if self._sightings is not None:
             self._sightings.cancel(rid)
 
@@ -170,6 +174,8 @@ class GpuTier:
             raise self._runtime.refusal
         _check_request(req)
         state.directives = directives
+        if state.fill is None:
+            self._declared[req.rid] = directives
         record = self._records.get(directives[0].base, namespace_of(req))
         if record is not None:
             self._plan(req, state, record)
@@ -185,7 +191,7 @@ class GpuTier:
             as_tokens(req.origin_input_ids),
             self._lineages,
             page_size=self._page_size,
-            min_reuse=self._min_reuse,
+            min_reuse=self._settings.min_reuse,
             fill=state.fill,
         )
         if state.plan is not None:
@@ -234,6 +240,8 @@ class GpuTier:
             plan.cut(goal, self._lineages)
         state: _State = getattr(req, _STATE)
         splice = None
+        if state.matched is None:
+            self._look_ahead(state, plan)
         if held.length < goal:
             if self._should_look(req, state, plan, held, goal):
                 return False
@@ -253,6 +261,8 @@ class GpuTier:
     def _splice(self, rid: str, plan: RequestPlan, keys: array[int], held: Path, goal: int) -> Splice:
         assert self._splicer is not None
         stored = self._lookups.take(rid) if self._lookups is not None else None
+        if self._lookups is not None and stored is not None and rid in self._declared:
+            self._lookups.credit(self._declared[rid], stored)
         try:
             return self._splicer.splice(plan, keys, held, goal, stored)
         finally:
@@ -264,10 +274,19 @@ class GpuTier:
         if self._lookups is None or not self._lookups.available or self._splicer is None or state.looked:
             return False
         state.looked = True
-        if not self._splicer.missing(plan, held, goal):
+        if not self._splicer.missing(plan.view, held.length, goal, plan.record):
             return False
         self._lookups.want(req, None)
         return True
+
+    def _look_ahead(self, state: _State, plan: RequestPlan) -> None:
+        """The first fill declares its edit: what comes behind it can be brought nearer meanwhile."""
+        if self._lookups is None or self._splicer is None or not self._settings.prefetch:
+            return
+        if plan.kind is Kind.FILL and len(plan.fills) == 1:
+            missing = self._splicer.missing(plan.whole, plan.target, plan.whole.length, plan.record)
+            parts = chunks_of(plan.whole, missing, self._records.info, self._lookups.chunk_size)
+            self._lookups.prefetch(state.directives, plan.record.namespace, parts)
 
     def _account(
         self, req: Any, plan: RequestPlan, state: _State, report: EditReport, splice: Splice | None
@@ -316,7 +335,7 @@ class GpuTier:
 
     def attach_stored(self, tier: StoredTier) -> None:
         """From now on, what the GPU does not hold is looked for in CPU and Redis."""
-        self._lookups = Lookups(tier, self)
+        self._lookups = Lookups(tier, self, self._settings)
         if self._runtime.ranks == 1:
             self._sightings = Sightings(tier, self)
 
@@ -337,6 +356,11 @@ class GpuTier:
         if over is not None:
             return over
         return None if self._lookups is None else self._lookups.poll(rid)
+
+    def advance_lookups(self) -> None:
+        """To be called in every step of the scheduler."""
+        if self._lookups is not None:
+            self._lookups.advance()
 
     def found_record(self, req: Any, answer: wire.Resolved) -> RequestPlan | None:
         """The base's record came from elsewhere. Raises ``Fallback``."""
@@ -368,15 +392,12 @@ class GpuTier:
         assert self._splicer is not None
         keys = plan.keys(req.origin_input_ids)[: plan.goal]
         held = self._splicer.match(keys, plan.record.namespace)
-        wanted: dict[tuple[str, Pack | None], tuple[Shelf, list[Range]]] = {}
-        for start, end in self._splicer.missing(plan, held, plan.goal):
-            for _, piece in plan.view.between(start, end):
-                info = self._records.info(piece.buffer) if piece.buffer is not None else None
-                for shelf in info.shelves() if info is not None else ():
-                    chunks = shelf.chunks(piece.src_start, piece.src_end, chunk_size)
-                    if chunks:
-                        wanted.setdefault((shelf.info.id, shelf.pack), (shelf, []))[1].extend(chunks)
-        return [(shelf, merge(chunks)) for shelf, chunks in wanted.values()]
+        missing = self._splicer.missing(plan.view, held.length, plan.goal, plan.record)
+        return chunks_of(plan.view, missing, self._records.info, chunk_size)
+
+    def invalidated(self, answer: wire.Invalidated) -> None:
+        """Chunks that no view referred to any more are gone."""
+        self._reporter.invalidated(answer)
 
     def packings(self, req: Any) -> list[Packing]:
         """What a finished request leaves to be stored in packs; told once."""
@@ -415,7 +436,7 @@ class GpuTier:
         """Answer with a view and where its KV lies."""
         found: dict[Tier, Sequence[Range]] = dict(stored)
         if self._splicer is not None:
-            gpu = subtract([(0, record.length)], self._splicer.absent(record))
+            gpu = subtract([(0, record.length)], self._splicer.missing(record.view, 0, record.length, record))
             found = {Tier.GPU: gpu, **found}
         tell(req, {"view": describe(record, self._records.info, found)})
 
@@ -464,6 +485,20 @@ class GpuTier:
             known = self._records.info(record.buffer) or info
             others = (packing.info for packing in state.packings if packing.info.id != known.id)
             self._lookups.publish(record, [known, *others])
+            if plan is not None and plan.edits:
+                self._invalidate(plan.record, self._lookups)
+
+    def _invalidate(self, base: BaseRecord, lookups: Lookups) -> None:
+        """An edit of ``base`` was served: let go what only it still refers to, if that is wished for."""
+        wish = self._settings.invalidate
+        if wish is Invalidate.KEEP:
+            return
+        parts: list[tuple[Shelf, list[Range]]] = []
+        for buffer, (dead, fresh) in self._records.supersede(base).items():
+            info = self._records.info(buffer)
+            if info is not None:
+                parts += dead_chunks(info, dead, fresh, lookups.chunk_size)
+        lookups.invalidate(base, parts, everywhere=wish is Invalidate.DELETE)
 
     def _pack(
         self, record: BaseRecord, info: BufferInfo, plan: RequestPlan | None, chunk_size: int
@@ -519,6 +554,7 @@ class GpuTier:
     def reset(self) -> None:
         """The tree was emptied. Records stay: edits of them are refused as ``source_missing``, by name."""
         self._planned.clear()
+        self._declared.clear()
         if self._lookups is not None:
             self._lookups.cancel_all()
         if self._sightings is not None:

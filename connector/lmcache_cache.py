@@ -44,9 +44,6 @@ class EditableLMCacheRadixCache(EditableCache, LMCacheUnifiedRadixCache):
         """Use the CPU and Redis tiers for edits, if the server has our module."""
         if self._tier is None or runtime.layout is None:
             return
-        if runtime.ranks > 1:
-            log.info("edits use the GPU tier alone: tensor-parallel ranks cannot yet agree on loads")
-            return
         tier = StoredTier(self.lmcache_connector, runtime.model, settings.tier_timeout)
         try:
             welcome = self.lmcache_connector.greet(_HELLO_TIMEOUT_S)
@@ -85,6 +82,11 @@ class EditableLMCacheRadixCache(EditableCache, LMCacheUnifiedRadixCache):
                 # The edit is refused: now the exact prefix is worth looking up.
                 super().prefetch_from_storage(request, *args, **kwargs)
         return bool(super().check_prefetch_progress(handle))
+
+    def check_hicache_events(self) -> None:
+        super().check_hicache_events()
+        if self._stored is not None and self._tier is not None:
+            self._tier.advance_lookups()
 
     def has_pending_cache_operations(self) -> bool:
         return bool(super().has_pending_cache_operations() or (self._tier is not None and self._tier.looking))

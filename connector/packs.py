@@ -11,13 +11,13 @@ again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from leyline_lmcache.ranges import Range, merge
-from leyline_lmcache.view import BufferId
+from leyline_lmcache.ranges import Range, merge, subtract
+from leyline_lmcache.view import BufferId, View
 
 from .lineage import Tokens
 
@@ -104,3 +104,42 @@ class Shelf:
             for place in self.places(start, end)
         )
         return merge(spans)
+
+    def wholly_in(self, ranges: Sequence[Range], chunk_size: int) -> list[Range]:
+        """Index ranges of the chunks that hold nothing outside of some buffer positions (merged)."""
+        size = self.size(chunk_size)
+        others = subtract([(0, len(self.info.tokens))], ranges)
+        needed = merge(chunk for start, end in others for chunk in self.chunks(start, end, chunk_size))
+        return subtract(merge([(0, size // chunk_size)]), needed)
+
+
+def chunks_of(
+    view: View, ranges: Iterable[Range], infos: Callable[[BufferId], BufferInfo | None], chunk_size: int
+) -> list[tuple[Shelf, list[Range]]]:
+    """Chunks that may hold view ranges, by shelf, as index ranges; of unknown buffers, none."""
+    wanted: dict[tuple[BufferId, Pack | None], tuple[Shelf, list[Range]]] = {}
+    for start, end in ranges:
+        for _, piece in view.between(start, end):
+            info = infos(piece.buffer) if piece.buffer is not None else None
+            for shelf in info.shelves() if info is not None else ():
+                chunks = shelf.chunks(piece.src_start, piece.src_end, chunk_size)
+                if chunks:
+                    wanted.setdefault((shelf.info.id, shelf.pack), (shelf, []))[1].extend(chunks)
+    return [(shelf, merge(chunks)) for shelf, chunks in wanted.values()]
+
+
+def dead_chunks(
+    info: BufferInfo, dead: Sequence[Range], fresh: Sequence[Range], chunk_size: int
+) -> list[tuple[Shelf, list[Range]]]:
+    """Chunks all of whose tokens are ``dead``, some of them ``fresh``: not known to be dead before.
+
+    Both are merged ranges of buffer positions; the outcome is by shelf, as index ranges.
+    """
+    out = []
+    for shelf in info.shelves():
+        touched = merge(chunk for start, end in fresh for chunk in shelf.chunks(start, end, chunk_size))
+        alive = subtract(touched, shelf.wholly_in(dead, chunk_size))
+        chunks = subtract(touched, alive)
+        if chunks:
+            out.append((shelf, chunks))
+    return out

@@ -25,6 +25,7 @@ from .lineage import (
     Roundings,
     Tokens,
     as_tokens,
+    common_prefix,
     key_array,
     tag_at,
     tagged,
@@ -53,6 +54,7 @@ class RequestPlan:
             the view was kept decides what they attend to.
         first_change: first position whose key carries the lineage's tag; before it the base's own keys.
         view: the edited view as far as it is spliced or filled (``target`` tokens).
+        whole: all of the edited base.
         fills: view ranges the engine prefills in internal requests, block-aligned.
         goal: view positions ``[0, goal)`` that must be in the tree before this request is prefilled.
         edits: number of directives that change something.
@@ -66,6 +68,7 @@ class RequestPlan:
     tail_start: int
     first_change: int
     view: View
+    whole: View
     fills: tuple[Range, ...]
     goal: int
     edits: int
@@ -202,6 +205,7 @@ def plan_request(
         tail_start=target,
         first_change=edits[0].start,
         view=view,
+        whole=raw,
         fills=tuple(fills),
         goal=goal,
         edits=len(edits),
@@ -215,13 +219,6 @@ def plan_request(
                 f"{kept} tokens after the edit could be kept, min_reuse is {min_reuse}",
             )
     return plan
-
-
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Length of the longest common prefix."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
 
 
 def _continuation(record: BaseRecord, same: int, *, page_size: int, min_reuse: int) -> RequestPlan | None:
@@ -246,6 +243,7 @@ def _continuation(record: BaseRecord, same: int, *, page_size: int, min_reuse: i
         tail_start=same,
         first_change=same,
         view=view,
+        whole=view,
         fills=(),
         goal=target,
         edits=0,

@@ -6,9 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from leyline_lmcache.ranges import Range, merge, subtract
 from leyline_lmcache.view import BufferId, View
 
-from .lineage import Roundings, Tokens, untagged
+from .lineage import Roundings, Tokens, common_prefix, untagged
 from .packs import BufferInfo
 
 
@@ -74,6 +75,7 @@ class RecordStore:
         self._records: OrderedDict[str, BaseRecord] = OrderedDict()
         self._holders: dict[BufferId, OrderedDict[str, None]] = {}
         self._origins: dict[BufferId, str] = {}
+        self._superseded: set[str] = set()
         self._infos: dict[BufferId, BufferInfo] = {}
         self._tokens = 0
 
@@ -112,7 +114,51 @@ class RecordStore:
         if record is None or record.namespace != namespace:
             return None
         self._records.move_to_end(response)
+        self._superseded.discard(response)
         return record
+
+    def supersede(self, record: BaseRecord) -> dict[BufferId, tuple[list[Range], list[Range]]]:
+        """A record was edited, and its session goes on with the outcome. It may still be edited again.
+
+        Returns:
+            For each buffer of its view, what no other record refers to: all of it, and what this record still
+            did; both merged.
+        """
+        if self._records.get(record.response) is not record:
+            return {}
+        self._superseded.add(record.response)
+        out: dict[BufferId, tuple[list[Range], list[Range]]] = {}
+        for buffer in record.view.buffers():
+            info = self._infos.get(buffer)
+            if info is None:
+                continue
+            alive = [*self._referred(buffer), *self._shared(info, record.namespace)]
+            dead = subtract([(0, len(info.tokens))], merge(alive))
+            mine = _of_buffer(record, buffer)
+            fresh = subtract(mine, subtract(mine, dead))
+            if fresh:
+                out[buffer] = dead, fresh
+        return out
+
+    def _referred(self, buffer: BufferId) -> list[Range]:
+        """What of a buffer is in the view of a record that was not superseded."""
+        current = (each for each in self._holders.get(buffer, ()) if each not in self._superseded)
+        return merge(part for each in current for part in _of_buffer(self._records[each], buffer))
+
+    def _shared(self, info: BufferInfo, namespace: Namespace) -> list[Range]:
+        """What current views have of other sequences that begin alike: stored once for all of them."""
+        out: list[Range] = []
+        if info.lineage:
+            return out
+        for other in self._infos.values():
+            if other.id == info.id or other.lineage or not self._is_of(other.id, namespace):
+                continue
+            length = common_prefix(info.tokens, other.tokens)
+            out += [(start, min(end, length)) for start, end in self._referred(other.id) if start < length]
+        return out
+
+    def _is_of(self, buffer: BufferId, namespace: Namespace) -> bool:
+        return any(self._records[each].namespace == namespace for each in self._holders.get(buffer, ()))
 
     def holders(self, buffer: BufferId, namespace: Namespace) -> Iterator[BaseRecord]:
         """Records whose view has pieces of a buffer: the one that computed it, then the latest first."""
@@ -137,6 +183,7 @@ class RecordStore:
         self._records.clear()
         self._holders.clear()
         self._origins.clear()
+        self._superseded.clear()
         self._infos.clear()
         self._tokens = 0
 
@@ -145,6 +192,7 @@ class RecordStore:
         if record is None:
             return
         self._tokens -= record.length
+        self._superseded.discard(response)
         if self._origins.get(record.buffer) == response:
             del self._origins[record.buffer]
         for buffer in record.view.buffers():
@@ -153,3 +201,8 @@ class RecordStore:
             if not holders:
                 del self._holders[buffer]
                 self._infos.pop(buffer, None)
+
+
+def _of_buffer(record: BaseRecord, buffer: BufferId) -> list[Range]:
+    """Positions of a buffer that a record's view has."""
+    return merge((piece.src_start, piece.src_end) for piece in record.view.pieces if piece.buffer == buffer)

@@ -15,6 +15,7 @@ from leyline_lmcache.ops import OpKind, Tier
 from leyline_lmcache.ranges import Range
 from leyline_lmcache.reasons import Fallback, FallbackReason
 
+from . import wire
 from .plans import Kind, RequestPlan
 from .settings import Settings
 from .splicer import Splice
@@ -192,6 +193,13 @@ class Reporter:
         self._tokens.labels("filled").inc(span[1] - span[0])
         size = (span[1] - span[0]) * self._row_bytes
         self._op(rid, plan, OpKind.FILL, span, page, 0, size, micros)
+
+    def invalidated(self, answer: wire.Invalidated) -> None:
+        """Chunks that no view referred to any more were deleted from the stored tiers."""
+        for tier, objects in ((Tier.CPU, answer.l1), (Tier.REDIS, answer.l2)):
+            if objects:
+                self._ops.labels(tier.value, OpKind.INVALIDATE.value).inc()
+                self._write(OpRecord(time.time(), "", "", tier, OpKind.INVALIDATE, blocks=objects))
 
     def close(self) -> None:
         if self._journal is not None:

@@ -264,6 +264,16 @@ class LeylineModule:
         self._drop(message.job, message.keep)
         return wire.encode(wire.Done())
 
+    @server_module_handler(wire.INVALIDATE)
+    def invalidate(self, payload: bytes) -> bytes:
+        message = wire.decode(payload, wire.Invalidate)
+        keys = [key for part in message.parts for row in self._rows(message, part)[1] for key in row.keys]
+        # The copy nearest last: what is read again meanwhile would come back from the shared store.
+        l2 = sum(adapter.delete(keys) for adapter in adapters_of(self._storage)) if message.everywhere else 0
+        l1, locked = self._storage.delete_l1_keys(keys) if keys else (0, 0)
+        self._counters["invalidated"] += l1 + l2
+        return wire.encode(wire.Invalidated(l1=l1, locked=locked, l2=l2))
+
     @server_module_handler(wire.PUBLISH)
     def publish(self, payload: bytes) -> bytes:
         self._catalog.publish(wire.decode(payload, wire.Publish))
@@ -285,7 +295,9 @@ class LeylineModule:
 
     # ------------------------------------------------------------------ fetches
 
-    def _rows(self, message: wire.Fetch | wire.Locate, part: wire.Part) -> tuple[list[int], list[Any]]:
+    def _rows(
+        self, message: wire.Fetch | wire.Locate | wire.Invalidate, part: wire.Part
+    ) -> tuple[list[int], list[Any]]:
         """Indexes of a part's chunks, and their object keys in one row per object group and rank."""
         registry = self._context.layout_desc_registry
         layouts = registry.find_group_layout_descs(message.model, message.world_size)
@@ -411,7 +423,7 @@ def _everywhere(chunks: list[int], rows: list[list[bool]]) -> tuple[int, ...]:
     return tuple(chunk for i, chunk in enumerate(chunks) if rows and all(row[i] for row in rows))
 
 
-def _key(message: wire.Fetch | wire.Locate, part: wire.Part) -> IPCCacheServerKey:
+def _key(message: wire.Fetch | wire.Locate | wire.Invalidate, part: wire.Part) -> IPCCacheServerKey:
     tokens = memoryview(part.tokens).cast("i").tolist()
     return IPCCacheServerKey(
         model_name=message.model,

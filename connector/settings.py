@@ -11,12 +11,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 CONFIG_VARIABLE = "LEYLINE_CONFIG"
 LMCACHE_PREFIX = "leyline."
+
+_COUNTS = (
+    "min_reuse",
+    "drift_limit",
+    "tier_running",
+    "tier_waiting",
+    "max_records",
+    "max_lineages",
+    "journal_max_files",
+)
+
+E = TypeVar("E", bound=StrEnum)
 
 
 class SettingsError(ValueError):
@@ -33,6 +45,17 @@ class InPlace(StrEnum):
     NEVER = "never"
 
 
+class Invalidate(StrEnum):
+    """What happens to stored KV that an edit took out of a session, once no view refers to it."""
+
+    KEEP = "keep"
+    """Nothing: it is evicted in its time, and an edit of the old turn still finds it."""
+    RELEASE = "release"
+    """It leaves this node's memory; the shared store keeps it for its time to live."""
+    DELETE = "delete"
+    """It is deleted from the shared store too. Not an erasure: see FORGET."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Options of the SGLang plugin.
@@ -42,6 +65,10 @@ class Settings:
             replacements are prefilled with them.
         inplace: see :class:`InPlace`.
         tier_timeout: seconds a request waits for the CPU and Redis tiers before it is prefilled.
+        tier_running: fetches from the CPU and Redis tiers under way at a time.
+        tier_waiting: requests that wait for their turn; more are prefilled.
+        prefetch: bring what an edit will need to CPU memory while its replacements are prefilled.
+        invalidate: see :class:`Invalidate`.
         drift_limit: roundings a key may accumulate through in-place rotations before its view is
             prefilled again.
         max_records: responses remembered as bases.
@@ -57,6 +84,10 @@ class Settings:
     inplace: InPlace = InPlace.AUTO
     drift_limit: int = 32
     tier_timeout: float = 2.0
+    tier_running: int = 16
+    tier_waiting: int = 256
+    prefetch: bool = True
+    invalidate: Invalidate = Invalidate.KEEP
     max_records: int = 4096
     max_record_tokens: int = 64 * 1024 * 1024
     max_lineages: int = 65536
@@ -94,7 +125,13 @@ class Settings:
         checked: dict[str, Any] = {}
         for key, value in values.items():
             if key == "inplace":
-                checked[key] = _choice(key, value)
+                checked[key] = _choice(key, value, InPlace)
+            elif key == "invalidate":
+                checked[key] = _choice(key, value, Invalidate)
+            elif key == "prefetch":
+                if not isinstance(value, bool):
+                    raise SettingsError(f"{key}: expected true or false, got {value!r}")
+                checked[key] = value
             elif key == "journal_dir":
                 checked[key] = None if value is None else _path(key, value)
             elif key == "tier_timeout":
@@ -105,7 +142,7 @@ class Settings:
                 checked[key] = float(value)
             elif key == "metrics_port":
                 checked[key] = None if value is None else _integer(key, value, 1, 65535)
-            elif key in ("min_reuse", "drift_limit", "max_records", "max_lineages", "journal_max_files"):
+            elif key in _COUNTS:
                 checked[key] = _integer(key, value, 1, 2**31)
             else:
                 checked[key] = _integer(key, value, 4096, 2**50)
@@ -132,11 +169,11 @@ def _integer(key: str, value: object, least: int, most: int) -> int:
     return value
 
 
-def _choice(key: str, value: object) -> InPlace:
+def _choice(key: str, value: object, kind: type[E]) -> E:
     try:
-        return InPlace(value)  # type: ignore[arg-type]
+        return kind(str(value))
     except ValueError:
-        raise SettingsError(f"{key}: expected one of {', '.join(InPlace)}, got {value!r}") from None
+        raise SettingsError(f"{key}: expected one of {', '.join(kind)}, got {value!r}") from None
 
 
 def _path(key: str, value: object) -> Path:

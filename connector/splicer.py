@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,9 @@ from .records import BaseRecord, Namespace, RecordStore
 from .settings import InPlace, Settings
 from .slots import Path, Slots
 from .sources import Found, Run, find_sources
+from .stored import StillLoading
+
+log = logging.getLogger(__name__)
 
 Agree = Callable[[int], int]
 """The smallest value of all tensor-parallel ranks; all ranks call it at the same points."""
@@ -64,7 +68,8 @@ class Stored(Protocol):
     def chunk_size(self) -> int: ...
     def cover(self, view: View, missing: Sequence[Range]) -> tuple[list[Any], list[Range]]: ...
     def loads(self, runs: Sequence[Any]) -> Sequence[Load]: ...
-    def retrieve(self, load: Any, slots: torch.Tensor) -> None: ...
+    def begin(self, load: Any, slots: torch.Tensor) -> Any: ...
+    def finish(self, begun: Any, stream: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +143,10 @@ class Splicer:
         """What the tree holds of a key."""
         return self._slots.match(keys, namespace)
 
-    def missing(self, plan: RequestPlan, held: Path, goal: int) -> list[Range]:
-        """View ranges of ``[held.length, goal)`` that no path in the pool has."""
-        with _Paths(self._slots, plan.record.namespace) as paths:
-            return self._find(plan, held.length, goal, paths).missing
-
-    def absent(self, record: BaseRecord) -> list[Range]:
-        """View ranges of a record that no path in the pool has."""
+    def missing(self, view: View, start: int, end: int, record: BaseRecord) -> list[Range]:
+        """View ranges of ``[start, end)`` that no path in the pool has; ``record``: the base."""
         with _Paths(self._slots, record.namespace) as paths:
-            limit = self._settings.drift_limit
-            found = find_sources(record.view, 0, record.length, record, self._records, paths.resident, limit)
-            return found.missing
+            return self._find(view, start, end, record, paths).missing
 
     def splice(
         self, plan: RequestPlan, keys: array[int], held: Path, goal: int, stored: Stored | None = None
@@ -178,13 +176,14 @@ class Splicer:
                 source = self._gather(sources, held.length, target, in_place, paths, stored, staging)
                 moved = self._move(source, target, sources, held.length)
                 before = self._slots.indices(held, namespace)
-            except BaseException:
-                self._slots.free(target)
+            except StillLoading:
+                log.warning("%d slots are withheld: a load into them was given up", len(target))
                 raise
-            finally:
-                # Whoever gets these slots next writes them behind the kernel, on the same stream.
-                for each in staging:
-                    self._slots.free(each)
+            except BaseException:
+                self._free(target, *staging)
+                raise
+            # Whoever gets these slots next writes them behind the kernel, on the same stream.
+            self._free(*staging)
             self._slots.insert(keys[: sources.goal], namespace, torch.cat([before, target]), held.length)
         roundings = plan.lineage.roundings
         for run in sources.runs:
@@ -203,17 +202,21 @@ class Splicer:
             stored.chunk_size if stored is not None else 1,
         )
 
+    def _free(self, *slots: torch.Tensor) -> None:
+        for each in slots:
+            self._slots.free(each)
+
     # ------------------------------------------------------------------ sources
 
-    def _find(self, plan: RequestPlan, start: int, end: int, paths: _Paths) -> Found:
+    def _find(self, view: View, start: int, end: int, record: BaseRecord, paths: _Paths) -> Found:
         limit = self._settings.drift_limit
-        return find_sources(plan.view, start, end, plan.record, self._records, paths.resident, limit)
+        return find_sources(view, start, end, record, self._records, paths.resident, limit)
 
     def _sources(
         self, plan: RequestPlan, start: int, goal: int, paths: _Paths, stored: Stored | None
     ) -> _Sources:
         """Sources, as far as every rank has them: ranks splice alike or not at all."""
-        found = self._find(plan, start, goal, paths)
+        found = self._find(plan.view, start, goal, plan.record, paths)
         missing = found.missing
         loads: list[Any] = []
         if stored is not None and missing:
@@ -302,6 +305,35 @@ class Splicer:
             source[run.start - start :][: run.length] = slots
         if stored is None or not sources.stored:
             return source
+        begun: list[Any] = []
+        why: Fallback | None = None
+        try:
+            self._begin_loads(stored, sources, start, target, source, staging, begun)
+        except Fallback as failed:
+            why = failed
+        for each in begun:
+            # All of them: nobody may get slots that are still written.
+            try:
+                stored.finish(each, self._stream)
+            except StillLoading as failed:
+                why = failed
+            except Fallback as failed:
+                why = why or failed
+        if not self._agree(int(why is None)):
+            raise why or Fallback(FallbackReason.TIER_ERROR, "another tensor-parallel rank could not load")
+        return source
+
+    def _begin_loads(
+        self,
+        stored: Stored,
+        sources: _Sources,
+        start: int,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        staging: list[torch.Tensor],
+        begun: list[Any],
+    ) -> None:
+        """Submit all loads; ``source``, ``staging`` and ``begun`` are written."""
         for load in stored.loads(sources.stored):
             first = load.first * stored.chunk_size
             count = load.last * stored.chunk_size - first
@@ -317,8 +349,7 @@ class Splicer:
                 for part in load.runs:
                     where = chunks[part.source - first :][: part.length]
                     source[part.start - start :][: part.length] = where
-            stored.retrieve(load, chunks)
-        return source
+            begun.append(stored.begin(load, chunks))
 
     def _move(self, source: torch.Tensor, target: torch.Tensor, sources: _Sources, start: int) -> int:
         """Run the kernel behind every forward already queued; returns the bytes it moved."""

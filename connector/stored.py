@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +25,7 @@ from leyline_lmcache.view import Piece, View
 from . import wire
 from .lineage import LineageTable, Roundings, Tokens, tagged
 from .packs import BufferInfo, Shelf
+from .ranks import Call, Ranks
 from .records import BaseRecord, Namespace, RecordStore
 
 log = logging.getLogger(__name__)
@@ -34,11 +33,9 @@ log = logging.getLogger(__name__)
 _LONGEST_SALT = 90
 _MAX_PUBLISHING = 64
 
-M = TypeVar("M", bound=wire.Message)
-
 
 @dataclass(slots=True)
-class _Held:
+class Held:
     """Chunks of one shelf that are in L1 and locked for us."""
 
     shelf: Shelf
@@ -95,7 +92,7 @@ class StoredChunks:
 
     tier: StoredTier
     job: str
-    held: list[_Held]
+    held: list[Held]
 
     @property
     def chunk_size(self) -> int:
@@ -153,17 +150,33 @@ class StoredChunks:
                 out.append(Load(run.held, first, last, (run,)))
         return out
 
-    def retrieve(self, load: Load, slots: torch.Tensor) -> None:
-        """Write whole chunks into ``slots``, int64 ``[(last - first) * chunk_size]``, in whole pages; page 0
-        is the pool's sink. Raises ``Fallback`` (``tier_error``)."""
+    def begin(self, load: Load, slots: torch.Tensor) -> Any:
+        """Start writing whole chunks into ``slots``, int64 ``[(last - first) * chunk_size]``, in whole pages;
+        page 0 is the pool's sink. Raises ``Fallback`` (``tier_error``)."""
         held, size = self.held[load.held], self.tier.chunk_size
         held.retrieved.update(range(load.first, load.last))
-        self.tier.retrieve(held.shelf, held.salt, load.first * size, load.last * size, slots)
+        return self.tier.begin_load(held.shelf, held.salt, load.first * size, load.last * size, slots)
+
+    def finish(self, begun: Any, stream: Any) -> None:
+        """Wait for what :meth:`begin` started; on a GPU, have ``stream`` wait. Raises ``Fallback``."""
+        self.tier.finish_load(begun, stream)
 
     def release(self) -> None:
         """Give back the locks of what was not retrieved."""
         kept = tuple(tuple(sorted(held.retrieved)) for held in self.held)
         self.tier.send(wire.RELEASE, wire.Job(job=self.job, keep=kept))
+
+
+class StillLoading(Fallback):
+    """A load was given up, but may yet be written: its slots must never be anybody else's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A load under way. ``request``: its id with LMCache."""
+
+    request: str
+    future: Any
 
 
 class StoredTier:
@@ -180,6 +193,7 @@ class StoredTier:
         self.model = model
         self.timeout_s = timeout_s
         self.chunk_size = int(connector.chunk_size)
+        self.ranks = Ranks(connector)
         self._publishing: list[Any] = []
         self._count = 0
         self.unpublished = 0
@@ -187,37 +201,37 @@ class StoredTier:
     def hello(self, timeout_s: float) -> wire.Welcome:
         """Is the server module there, and of this release? Raises ``OSError`` or ``WireError``."""
         message = wire.Hello(instance=self._connector.instance_id, version=version("leyline-lmcache"))
-        return self.answer(self.call(wire.HELLO, message), wire.Welcome, timeout_s)
+        return self.call(wire.HELLO, message).answer(wire.Welcome, timeout_s)
 
     # ------------------------------------------------------------------ calls
 
-    def call(self, method: str, message: wire.Message) -> Any:
-        """Submit an RPC; returns a future to poll with ``query()``."""
-        from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
-
-        request = ServerModuleCallRequest(method=method, payload=wire.encode(message))
-        return self._connector._req_client.server_module_call(request)
-
-    def answer(self, future: Any, kind: type[M], timeout_s: float = 0) -> M:
-        """A finished RPC's answer. Raises ``OSError`` when it failed, ``WireError`` when it is not ours."""
+    def call(self, method: str, message: wire.Message) -> Call:
+        """Submit an RPC, from the leading rank."""
+        if not self.ranks.leads:
+            return Call(self.ranks, None)
         try:
-            response = future.result(timeout=timeout_s)
+            return Call(self.ranks, self._submit(method, message))
         except Exception as error:
-            raise OSError(f"lmcache server: {type(error).__name__}") from error
-        if not response.success:
-            raise OSError(f"lmcache server: {response.error}")
-        return wire.decode(response.payload, kind)
+            return Call(self.ranks, None, type(error).__name__)
 
     def send(self, method: str, message: wire.Message) -> None:
         """Fire and forget, bounded."""
+        if not self.ranks.leads:
+            return
         self._publishing = [future for future in self._publishing if not future.query()]
         if len(self._publishing) >= _MAX_PUBLISHING and method == wire.PUBLISH:
             self.unpublished += 1
             return
         try:
-            self._publishing.append(self.call(method, message))
+            self._publishing.append(self._submit(method, message))
         except Exception:
             log.warning("%s could not be sent to lmcache server", method, exc_info=True)
+
+    def _submit(self, method: str, message: wire.Message) -> Any:
+        from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
+
+        request = ServerModuleCallRequest(method=method, payload=wire.encode(message))
+        return self._connector._req_client.server_module_call(request)
 
     # ------------------------------------------------------------------ names
 
@@ -242,9 +256,9 @@ class StoredTier:
 
     # ------------------------------------------------------------------ data
 
-    def retrieve(self, shelf: Shelf, salt: str, start: int, end: int, slots: torch.Tensor) -> None:
-        """Load tokens ``[start, end)`` of a shelf (whole chunks, locked before) into ``slots``. Raises
-        ``Fallback``."""
+    def begin_load(self, shelf: Shelf, salt: str, start: int, end: int, slots: torch.Tensor) -> _Loading:
+        """Start loading tokens ``[start, end)`` of a shelf (whole chunks, locked before) into ``slots``.
+        Raises ``Fallback``."""
         from lmcache.integration.sglang.lmcache_mp_metadata import LMCacheLookupOperation
 
         connector = self._connector
@@ -261,30 +275,57 @@ class StoredTier:
             )
             if event is not None:
                 future.retain_reference(event)
-            done = bool(future.result(timeout=self.timeout_s))
-            connector._track_control_future(connector._req_client.end_session(request))
         except Exception as error:
             raise Fallback(FallbackReason.TIER_ERROR, f"load from lmcache: {type(error).__name__}") from error
+        return _Loading(request, future)
+
+    def finish_load(self, loading: _Loading, stream: Any) -> None:
+        """Wait until a load is done, or on a GPU: until ``stream`` will wait for it. Raises ``Fallback``."""
+        connector = self._connector
+        try:
+            if stream is None:
+                done = bool(loading.future.result(timeout=self.timeout_s))
+            else:
+                done = bool(loading.future.wait_on_stream(stream, timeout=self.timeout_s))
+            connector._track_control_future(connector._req_client.end_session(loading.request))
+        except Exception as error:
+            # Without a stream the worker itself has copied, or never will.
+            kind = Fallback if stream is None else StillLoading
+            raise kind(FallbackReason.TIER_ERROR, f"load from lmcache: {type(error).__name__}") from error
         if not done:
             raise Fallback(FallbackReason.TIER_ERROR, "load from lmcache: a chunk was gone")
 
-    def locate(self, namespace: Namespace, parts: Sequence[tuple[Shelf, Sequence[Range]]]) -> Any:
-        """Ask where chunks are, by index ranges, without moving them; a future of ``wire.Located``."""
-        connector = self._connector
-        message = wire.Locate(
-            model=connector.model_name,
-            world_size=connector.kv_world_size,
-            readers=connector.num_kv_readers,
-            parts=tuple(self.part(namespace, shelf, chunks) for shelf, chunks in parts),
-        )
-        return self.call(wire.LOCATE, message)
+    def locate(self, namespace: Namespace, parts: Sequence[tuple[Shelf, Sequence[Range]]]) -> Call:
+        """Ask where chunks are, by index ranges, without moving them; answered by ``wire.Located``."""
+        return self.call(wire.LOCATE, wire.Locate(**self._named(namespace, parts)))
 
-    def part(self, namespace: Namespace, shelf: Shelf, chunks: Sequence[Range]) -> wire.Part:
-        """Chunks of a shelf, named for LMCache."""
-        last = max(end for _, end in chunks) * self.chunk_size
-        tokens = shelf.names(self.chunk_size)[:last].astype("<i4").tobytes()
-        salt = self.salt(namespace, shelf.info.lineage)
-        return wire.Part(tokens=tokens, salt=salt, chunks=tuple(chunks))
+    def fetch_message(
+        self, job: str, namespace: Namespace, parts: Sequence[tuple[Shelf, Sequence[Range]]], pin: float
+    ) -> wire.Fetch:
+        """Bring chunks to L1, locked for ``pin`` time-outs at most."""
+        return wire.Fetch(job=job, ttl_s=self.timeout_s * pin, **self._named(namespace, parts))
+
+    def invalidate_message(
+        self, namespace: Namespace, parts: Sequence[tuple[Shelf, Sequence[Range]]], everywhere: bool
+    ) -> wire.Invalidate:
+        """Delete chunks from L1, and ``everywhere``: from the shared store."""
+        return wire.Invalidate(everywhere=everywhere, **self._named(namespace, parts))
+
+    def _named(self, namespace: Namespace, parts: Sequence[tuple[Shelf, Sequence[Range]]]) -> dict[str, Any]:
+        """Chunks of shelves as LMCache names them: fields that such messages share."""
+        connector, size = self._connector, self.chunk_size
+        named = []
+        for shelf, chunks in parts:
+            last = max(end for _, end in chunks) * size
+            tokens = shelf.names(size)[:last].astype("<i4").tobytes()
+            salt = self.salt(namespace, shelf.info.lineage)
+            named.append(wire.Part(tokens=tokens, salt=salt, chunks=tuple(chunks)))
+        return {
+            "model": connector.model_name,
+            "world_size": connector.kv_world_size,
+            "readers": connector.num_kv_readers,
+            "parts": tuple(named),
+        }
 
     # ------------------------------------------------------------------ records
 
@@ -292,100 +333,6 @@ class StoredTier:
         """Tell other nodes, and our own next life, about a finished request."""
         buffers = tuple(_buffer(info) for info in infos)
         self.send(wire.PUBLISH, wire.Publish(record=to_message(record, self.model), buffers=buffers))
-
-
-class Flow:
-    """One request's way to the stored tiers, advanced by polling: know the base, then have its chunks.
-
-    Args:
-        base: id of the response, when its record is not known here.
-    """
-
-    def __init__(self, tier: StoredTier, base: str | None, namespace: Namespace) -> None:
-        self._tier = tier
-        self._namespace = namespace
-        self._deadline = time.monotonic() + tier.timeout_s
-        self._future: Any = None
-        self._job: str | None = None
-        self._held: list[_Held] = []
-        self._submitted = False
-        self.over = False
-        """Nothing is to be asked (any more)."""
-        if base is not None:
-            message = wire.Resolve(response=base, namespace=digest(namespace), model=tier.model)
-            self._future = tier.call(wire.RESOLVE, message)
-
-    @property
-    def resolving(self) -> bool:
-        return self._future is not None and self._job is None
-
-    def resolved(self) -> wire.Resolved | None:
-        """The base's record, once the answer is there. Raises ``Fallback``."""
-        if not self._ready():
-            return None
-        future, self._future = self._future, None
-        return self._answer(future, wire.Resolved)
-
-    def fetch(self, parts: Sequence[tuple[Shelf, Sequence[Range]]]) -> None:
-        """Ask for chunks, by index ranges."""
-        self._job = uuid.uuid4().hex
-        message_parts = []
-        size = self._tier.chunk_size
-        for shelf, chunks in parts:
-            salt = self._tier.salt(self._namespace, shelf.info.lineage)
-            self._held.append(_Held(shelf, salt, set()))
-            last = max(end for _, end in chunks) * size
-            tokens = shelf.names(size)[:last].astype("<i4").tobytes()
-            message_parts.append(wire.Part(tokens=tokens, salt=salt, chunks=tuple(chunks)))
-        connector = self._tier._connector
-        message = wire.Fetch(
-            job=self._job,
-            model=connector.model_name,
-            world_size=connector.kv_world_size,
-            readers=connector.num_kv_readers,
-            ttl_s=self._tier.timeout_s * 4,
-            parts=tuple(message_parts),
-        )
-        self._future = self._tier.call(wire.FETCH, message)
-        self._submitted = False
-
-    def fetched(self) -> StoredChunks | None:
-        """What was brought to L1, once it is known. Raises ``Fallback``."""
-        assert self._job is not None
-        if not self._ready():
-            return None
-        future, self._future = self._future, None
-        if not self._submitted:
-            self._answer(future, wire.Done)
-            self._submitted = True
-        else:
-            answer = self._answer(future, wire.Fetched)
-            if answer.done:
-                for held, hits, brought in zip(self._held, answer.hits, answer.brought, strict=True):
-                    held.chunks, held.brought = set(hits), set(brought)
-                return StoredChunks(self._tier, self._job, self._held)
-        self._future = self._tier.call(wire.POLL, wire.Job(job=self._job))
-        return None
-
-    def cancel(self) -> None:
-        """Give everything back."""
-        if self._job is not None:
-            self._tier.send(wire.RELEASE, wire.Job(job=self._job))
-
-    def _ready(self) -> bool:
-        if self._future.query():
-            return True
-        if time.monotonic() > self._deadline:
-            raise Fallback(
-                FallbackReason.TIER_TIMEOUT, f"lmcache did not answer within {self._tier.timeout_s} s"
-            )
-        return False
-
-    def _answer(self, future: Any, kind: type[M]) -> M:
-        try:
-            return self._tier.answer(future, kind)
-        except (OSError, wire.WireError) as error:
-            raise Fallback(FallbackReason.TIER_ERROR, str(error)) from error
 
 
 def _gaps(ranges: Sequence[Range], run: StoredRun) -> list[Range]:

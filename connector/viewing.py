@@ -20,7 +20,8 @@ from leyline_lmcache.reasons import Fallback, FallbackReason
 from leyline_lmcache.view import BufferId, Piece
 
 from . import wire
-from .packs import BufferInfo, Shelf
+from .packs import BufferInfo, Shelf, chunks_of
+from .ranks import Call
 from .records import BaseRecord, Namespace
 from .stored import StoredTier, digest
 
@@ -131,18 +132,6 @@ def _edited(piece: Piece, infos: Infos) -> bool:
 # ---------------------------------------------------------------------- asking the stored tiers
 
 
-def parts_of(record: BaseRecord, infos: Infos, chunk_size: int) -> list[tuple[Shelf, list[Range]]]:
-    """Chunks that hold a view's tokens, by shelf, as index ranges."""
-    wanted: dict[tuple[BufferId, Any], tuple[Shelf, list[Range]]] = {}
-    for piece in record.view.pieces:
-        info = infos(piece.buffer) if piece.buffer is not None else None
-        for shelf in info.shelves() if info is not None else ():
-            chunks = shelf.chunks(piece.src_start, piece.src_end, chunk_size)
-            if chunks:
-                wanted.setdefault((shelf.info.id, shelf.pack), (shelf, []))[1].extend(chunks)
-    return [(shelf, merge(chunks)) for shelf, chunks in wanted.values()]
-
-
 def covered(
     record: BaseRecord, shelves: Sequence[Shelf], chunks: Sequence[Sequence[int]], chunk_size: int
 ) -> list[Range]:
@@ -185,7 +174,7 @@ class _Sighting:
     req: Any
     record: BaseRecord | None
     deadline: float
-    future: Any = None
+    call: Call | None = None
     shelves: list[Shelf] = field(default_factory=list)
 
 
@@ -216,7 +205,7 @@ class Sightings:
             if record is None:
                 namespace = digest(_namespace(req))
                 message = wire.Resolve(response=base, namespace=namespace, model=self._tier.model)
-                sighting.future = self._tier.call(wire.RESOLVE, message)
+                sighting.call = self._tier.call(wire.RESOLVE, message)
             else:
                 self._locate(sighting, record)
         except Exception as error:
@@ -247,16 +236,15 @@ class Sightings:
         self._running.clear()
 
     def _advance(self, sighting: _Sighting) -> bool:
-        if not sighting.future.query():
-            if time.monotonic() > sighting.deadline:
-                raise TimeoutError
+        assert sighting.call is not None
+        if not sighting.call.ready(sighting.deadline):
             return False
         if sighting.record is None:
-            answer = self._tier.answer(sighting.future, wire.Resolved)
+            answer = sighting.call.answer(wire.Resolved)
             sighting.record = self._host.record_from(sighting.req, answer)
             self._locate(sighting, sighting.record)
             return False
-        located = self._tier.answer(sighting.future, wire.Located)
+        located = sighting.call.answer(wire.Located)
         size = self._tier.chunk_size
         found = {Tier.CPU: covered(sighting.record, sighting.shelves, located.cpu, size)}
         if located.redis is not None:
@@ -266,9 +254,9 @@ class Sightings:
 
     def _locate(self, sighting: _Sighting, record: BaseRecord) -> None:
         size = self._tier.chunk_size
-        parts = parts_of(record, self._host.info_of, size)
+        parts = chunks_of(record.view, [(0, record.length)], self._host.info_of, size)
         sighting.shelves = [shelf for shelf, _ in parts]
-        sighting.future = self._tier.locate(record.namespace, parts)
+        sighting.call = self._tier.locate(record.namespace, parts)
 
     def _end(self, sighting: _Sighting, error: Exception) -> None:
         """Without a record there is nothing to show; without the stored tiers, what the GPU has."""

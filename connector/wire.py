@@ -16,6 +16,7 @@ HELLO = "leyline.hello"
 FETCH = "leyline.fetch"
 POLL = "leyline.poll"
 RELEASE = "leyline.release"
+INVALIDATE = "leyline.invalidate"
 LOCATE = "leyline.locate"
 PUBLISH = "leyline.publish"
 RESOLVE = "leyline.resolve"
@@ -100,6 +101,25 @@ class Located(Message, frozen=True):
 
     cpu: tuple[tuple[int, ...], ...]
     redis: tuple[tuple[int, ...], ...] | None
+
+
+class Invalidate(Message, frozen=True):
+    """Delete chunks that no view refers to any more: from L1, and ``everywhere``: from the shared store too.
+    What is locked stays; it is evicted like anything else."""
+
+    model: str
+    world_size: int
+    readers: int
+    parts: tuple[Part, ...]
+    everywhere: bool
+
+
+class Invalidated(Message, frozen=True):
+    """Objects deleted from L1, left there because they are locked, and deleted from the shared store."""
+
+    l1: int
+    locked: int
+    l2: int
 
 
 class PieceMessage(Message, frozen=True):

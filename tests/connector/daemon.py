@@ -58,6 +58,8 @@ class Daemon:
         self.delay: int | None = 2
         self.fault: Exception | str | None = None
         self.stored = self.packed = 0
+        self.served: dict[str, Served] = {}
+        self.invalidated: list[set[ChunkKey]] = []
         self.cold: set[ChunkKey] = set()
         """Chunks that are in Redis only."""
 
@@ -120,6 +122,8 @@ class Daemon:
             )
         elif method == wire.LOCATE:
             return wire.encode(self._locate(wire.decode(payload, wire.Locate)))
+        elif method == wire.INVALIDATE:
+            return wire.encode(self._invalidate(wire.decode(payload, wire.Invalidate)))
         elif method == wire.RELEASE:
             self._release(wire.decode(payload, wire.Job))
         return wire.encode(wire.Done())
@@ -145,6 +149,18 @@ class Daemon:
             redis.append(tuple(sorted(held)))
         return wire.Located(cpu=tuple(cpu), redis=tuple(redis))
 
+    def _invalidate(self, message: wire.Invalidate) -> wire.Invalidated:
+        gone = {
+            self.key(part.salt, np.frombuffer(part.tokens, "<i4").astype(np.int64), i)
+            for part in message.parts
+            for start, end in part.chunks
+            for i in range(start, end)
+        } & self.chunks.keys()
+        self.invalidated.append(gone)
+        for key in gone:
+            del self.chunks[key]
+        return wire.Invalidated(l1=len(gone), locked=0, l2=len(gone) * message.everywhere)
+
     def _release(self, message: wire.Job) -> None:
         job = self.jobs.pop(message.job, None)
         if job is None:
@@ -164,6 +180,7 @@ class Daemon:
 class Connector:
     """What is used of ``UnifiedLMCacheMPConnector``."""
 
+    tp_size, tp_rank, tp_group = 1, 0, None
     instance_id, model_name, kv_world_size, kv_worker_id, num_kv_readers = 1, "model", 1, 0, 1
     blocks_in_chunk = 1
     welcome: Any = object()

@@ -215,7 +215,7 @@ class Engine:
             # As the scheduler does on arrival, and until the request may be admitted.
             self.tier.begin_lookup(req.rid)
             while self.tier.poll_lookup(req.rid) is False:
-                pass
+                self.tier.advance_lookups()
             req.init_next_round_input(self.cache)
         cached = req.prefix_len
         tokens = list(req.origin_input_ids) + list(output)
@@ -256,6 +256,7 @@ class Engine:
         if not abort:
             self.served[req.rid] = served
             if self.daemon is not None:
+                self.daemon.served[req.rid] = served
                 self._store(req, served)
         return served
 
@@ -266,7 +267,7 @@ class Engine:
         exact = plan.exact if plan is not None else len(served.tokens)
         self.daemon.put(self.stored.salt(namespace, b""), served, 0, exact)
         for packing in self.tier.packings(req):
-            where = self.served[packing.record.response]
+            where = self.daemon.served[packing.record.response]
             salt = self.stored.salt(namespace, packing.info.lineage)
             self.daemon.put_pack(salt, where, Shelf(packing.info, packing.pack))
 

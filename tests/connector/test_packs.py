@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leyline_lmcache.connector.packs import BufferInfo, Pack, Shelf
+from leyline_lmcache.connector.packs import BufferInfo, Pack, Shelf, dead_chunks
 from leyline_lmcache.ranges import merge, subtract
 
 CHUNK = 8
@@ -80,3 +80,20 @@ def test_chunks_smaller_than_a_name_differ_too(chunk: int) -> None:
     b = Shelf(info(50, b"l", (other,)), other).names(chunk)
     assert a[:chunk].tolist() != b[:chunk].tolist()
     assert not subtract([(0, 40)], list(other))
+
+
+@given(packs(), packs(), st.integers(1, 16))
+def test_dead_chunks_hold_nothing_that_lives(pack: Pack, dead: Pack, chunk: int) -> None:
+    for some in (info(200), info(200, b"l", (pack,) if pack else ())):
+        for shelf, chunks in dead_chunks(some, merge(dead), merge(dead), chunk):
+            laid = list(range(200)) if shelf.pack is None else [i for a, b in shelf.pack for i in range(a, b)]
+            gone = {i for a, b in chunks for i in range(a, b)}
+            held = [set(laid[i * chunk : (i + 1) * chunk]) for i in range(shelf.size(chunk) // chunk)]
+            inside = {p for a, b in dead for p in range(a, b)}
+            assert gone == {i for i, each in enumerate(held) if each and each <= inside}
+
+
+def test_chunks_that_were_dead_before_are_not_named_again() -> None:
+    some = info(80)
+    ((_, chunks),) = dead_chunks(some, [(0, 32)], [(16, 32)], 8)
+    assert chunks == [(2, 4)]

@@ -8,9 +8,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leyline_lmcache.connector.lineage import LineageTable, Roundings, key_array, tag_at, tagged, untagged
+from leyline_lmcache.connector.lineage import (
+    LineageTable,
+    Roundings,
+    Tokens,
+    key_array,
+    tag_at,
+    tagged,
+    untagged,
+)
+from leyline_lmcache.connector.packs import BufferInfo
 from leyline_lmcache.connector.records import BaseRecord, Namespace, RecordStore
-from leyline_lmcache.view import View
+from leyline_lmcache.view import Piece, View
 
 HERE = Namespace(None, None, None)
 
@@ -93,3 +102,58 @@ def test_a_view_keeps_its_tag_and_a_tag_is_never_used_twice() -> None:
     table.of(b"b"), table.of(b"c")
     again = table.of(b"a")
     assert again.tag not in (first.tag, table.of(b"c").tag) and len(table) == 2
+
+
+# -- what an edit leaves behind ----------------------------------------------------------------------------
+
+
+def _with(name: str, length: int, view: View, tokens: Tokens, buffer: str) -> tuple[BaseRecord, BufferInfo]:
+    found = BaseRecord(name, HERE, tokens, view, buffer, Roundings())
+    assert view.length == length == len(tokens)
+    return found, BufferInfo(buffer, tokens, b"")
+
+
+def test_an_edited_base_gives_up_what_no_other_view_has() -> None:
+    store = RecordStore(10, 10_000)
+    tokens = np.arange(100)
+    base, info = _with("base", 100, View.of_buffer("b", 100), tokens, "b")
+    store.add(base, [info])
+    view = View((Piece("b", 0, 20), Piece("b", 60, 40)))
+    turn = BaseRecord("turn", HERE, tokens[:60], view, "t", Roundings())
+    store.add(turn, [BufferInfo("t", tokens[:60], b"l")])
+    assert store.supersede(base) == {"b": ([(20, 60)], [(20, 60)])}
+    # A second edit, of the turn: only the newly dead part is news.
+    later = BaseRecord(
+        "later", HERE, tokens[:50], View((Piece("b", 0, 20), Piece("b", 70, 30))), "u", Roundings()
+    )
+    store.add(later, [])
+    assert store.supersede(turn) == {"b": ([(20, 70)], [(60, 70)])}
+    # Asked for again, the base refers to all of it.
+    assert store.get("base", HERE) is base
+    assert store.supersede(later) == {}
+
+
+def test_sequences_that_begin_alike_share_their_chunks() -> None:
+    store = RecordStore(10, 10_000)
+    tokens = np.arange(100)
+    base, info = _with("base", 100, View.of_buffer("b", 100), tokens, "b")
+    store.add(base, [info])
+    like = np.concatenate([tokens[:50], tokens[:30]])
+    twin, other = _with("twin", 80, View.of_buffer("c", 80), like, "c")
+    store.add(twin, [other])
+    assert store.supersede(base) == {"b": ([(50, 100)], [(50, 100)])}
+    # Another tenant's chunks are not these, whatever its tokens.
+    stranger = BaseRecord(
+        "stranger", Namespace("salt", None, None), tokens, View.of_buffer("d", 100), "d", Roundings()
+    )
+    store.add(stranger, [BufferInfo("d", tokens, b"")])
+    assert store.get("base", HERE) is base
+    assert store.supersede(base) == {"b": ([(50, 100)], [(50, 100)])}
+
+
+def test_a_record_that_was_dropped_gives_up_nothing() -> None:
+    store = RecordStore(1, 10_000)
+    base = record("base")
+    store.add(base)
+    store.add(record("other", buffer="o"))
+    assert store.supersede(base) == {}

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from leyline_lmcache.connector import wire
+from leyline_lmcache.connector.hints import fill_envelope
 from leyline_lmcache.connector.records import Namespace
-from leyline_lmcache.connector.settings import InPlace, Settings
+from leyline_lmcache.connector.settings import InPlace, Invalidate, Settings
 from leyline_lmcache.journal import JournalReader
 from leyline_lmcache.ops import OpKind, Tier
 
@@ -143,6 +144,89 @@ def test_i4_twenty_edits_with_nothing_left_on_the_gpu_between(page: int, chunk: 
         record = engine.tier._records.get(got.rid, Namespace(None, None, None))
         assert record is not None and record.roundings.most(0, record.length) <= 1
         turn = got
+    engine.check()
+    engine.daemon.check()
+
+
+def test_what_an_edit_will_need_is_brought_while_its_replacement_is_prefilled() -> None:
+    """Prefetched when the edit is declared: the request itself finds it near, and is told where it was."""
+    engine = rig()
+    base = engine.serve(tokens(160))
+    engine.forget_pool()
+    daemon = engine.daemon
+    daemon.cold = set(daemon.chunks)
+    envelope = hints(base.rid, (30, 50, [1, 2, 3]))
+    prompt = [*base.tokens[:30], 1, 2, 3, *base.tokens[50:], 5]
+    fill = engine.request(prompt[:33], hints=fill_envelope(envelope, (30, 33)))
+    engine.run(fill, ())
+    for _ in range(10):
+        engine.tier.advance_lookups()
+    # [50, 160) lies in chunks 3 to 9.
+    assert {len(key[1]) // 4 // 16 - 1 for key, count in daemon.locks.items() if count} == set(range(3, 10))
+    daemon.cold = set()
+    got = engine.serve(prompt, hints=envelope, fills=False)
+    assert loaded(got)["tiers"] == {"gpu": 0, "cpu": 0, "redis": 140}
+    assert loaded(got)["reach"] == 143
+    expect(engine, base, [(30, 50, [1, 2, 3])], got)
+    engine.check()
+    daemon.check()
+
+
+def test_an_edit_that_never_comes_gives_back_what_was_brought_for_it() -> None:
+    engine = rig()
+    base = engine.serve(tokens(160))
+    engine.forget_pool()
+    envelope = hints(base.rid, (30, 50, [1, 2, 3]))
+    prompt = [*base.tokens[:30], 1, 2, 3, *base.tokens[50:], 5]
+    engine.run(engine.request(prompt[:33], hints=fill_envelope(envelope, (30, 33))), ())
+    engine.forget_pool()
+    for _ in range(10):
+        engine.tier.advance_lookups()
+    assert not engine.tier.looking
+    engine.daemon.check()
+
+
+def test_no_prefetch_when_it_is_switched_off() -> None:
+    engine = rig(prefetch=False)
+    base = engine.serve(tokens(160))
+    engine.forget_pool()
+    envelope = hints(base.rid, (30, 50, [1, 2, 3]))
+    prompt = [*base.tokens[:30], 1, 2, 3, *base.tokens[50:], 5]
+    engine.run(engine.request(prompt[:33], hints=fill_envelope(envelope, (30, 33))), ())
+    assert not engine.tier.looking and not any(engine.daemon.locks.values())
+
+
+@pytest.mark.parametrize("wish", list(Invalidate))
+def test_chunks_that_no_view_refers_to_any_more(wish: Invalidate) -> None:
+    engine = rig(invalidate=wish)
+    daemon = engine.daemon
+    base = engine.serve(tokens(160))
+    branch = engine.serve(base.tokens[:100])
+    turn = edited(engine, base, (20, 130, []))
+    engine.tier.advance_lookups()
+    # Chunks 2 to 7 are wholly in the span; 2 to 6 are the branch's too, the last in part.
+    gone = [sorted(len(key[1]) // 4 // 16 - 1 for key in each) for each in daemon.invalidated]
+    assert gone == ([] if wish is Invalidate.KEEP else [[7]])
+    edited(engine, branch, (90, 95, []))
+    for _ in range(4):
+        engine.tier.advance_lookups()
+    engine.forget_pool()
+    # What is still in a view is still there.
+    assert loaded(edited(engine, turn, (25, 30, [])))["reprefilled"] == 0
+    engine.check()
+    daemon.check()
+
+
+def test_a_base_that_is_edited_again_is_current_again() -> None:
+    """Two branches of one turn: the second finds all of it, and its chunks stay while it lives."""
+    engine = rig(invalidate=Invalidate.DELETE)
+    base = engine.serve(tokens(160))
+    edited(engine, base, (20, 120, []))
+    again = edited(engine, base, (10, 15, []))
+    expect(engine, base, [(10, 15, [])], again)
+    engine.forget_pool()
+    # The chunks of the first branch's span went before the second was asked for; those around it did not.
+    assert loaded(edited(engine, again, (5, 6, [])))["reach"] >= 26
     engine.check()
     engine.daemon.check()
 
