@@ -33,7 +33,7 @@ from .report import EditReport, Reporter
 from .runtime import Runtime
 from .settings import Invalidate, Settings
 from .slots import Path, Slots
-from .splicer import Splice, Splicer
+from .splicer import Pin, Splice, Splicer
 from .stored import StoredTier, remember
 from .viewing import Sightings, describe
 
@@ -96,6 +96,7 @@ class GpuTier:
         self._lineages = LineageTable(settings.max_lineages)
         self._planned: set[str] = set()
         self._declared: dict[str, tuple[Directive, ...]] = {}
+        self._pins: dict[str, Pin] = {}
         self._lookups: Lookups | None = None
         self._sightings: Sightings | None = None
         self._splicer: Splicer | None = None
@@ -134,6 +135,7 @@ class GpuTier:
     def drop(self, req: Any, why: Fallback) -> None:
         """Give a request's plan up: from here on it is served by prefilling."""
         state: _State = getattr(req, _STATE)
+        self._unpin(req.rid)
         if state.plan is not None:
             state.lost += state.plan.kept(min(state.plan.exact, state.plan.target), state.plan.target)
         state.plan = None
@@ -143,6 +145,7 @@ class GpuTier:
     def ended(self, rid: str) -> None:
         """The request is over, one way or another."""
         self._planned.discard(rid)
+        self._unpin(rid)
         edit = self._declared.pop(rid, None)
         if self._lookups is not None:
             self._lookups.cancel(rid)
@@ -260,6 +263,7 @@ class GpuTier:
 
     def _splice(self, rid: str, plan: RequestPlan, keys: array[int], held: Path, goal: int) -> Splice:
         assert self._splicer is not None
+        self._unpin(rid)
         stored = self._lookups.take(rid) if self._lookups is not None else None
         if self._lookups is not None and stored is not None and rid in self._declared:
             self._lookups.credit(self._declared[rid], stored)
@@ -274,10 +278,19 @@ class GpuTier:
         if self._lookups is None or not self._lookups.available or self._splicer is None or state.looked:
             return False
         state.looked = True
-        if not self._splicer.missing(plan.view, held.length, goal, plan.record):
+        missing, pin = self._splicer.pin(plan.view, held.length, goal, plan.record)
+        if not missing:
+            pin.unlock()
             return False
+        # What the GPU has must still be there when the rest has come.
+        self._pins[req.rid] = pin
         self._lookups.want(req, None)
         return True
+
+    def _unpin(self, rid: str) -> None:
+        pin = self._pins.pop(rid, None)
+        if pin is not None:
+            pin.unlock()
 
     def _look_ahead(self, state: _State, plan: RequestPlan) -> None:
         """The first fill declares its edit: what comes behind it can be brought nearer meanwhile."""
@@ -555,6 +568,7 @@ class GpuTier:
         """The tree was emptied. Records stay: edits of them are refused as ``source_missing``, by name."""
         self._planned.clear()
         self._declared.clear()
+        self._pins.clear()
         if self._lookups is not None:
             self._lookups.cancel_all()
         if self._sightings is not None:

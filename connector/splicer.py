@@ -110,6 +110,13 @@ class _Sources:
     stored: list[Any]
 
 
+class Pin(Protocol):
+    """Paths that stay in the pool."""
+
+    def unlock(self) -> None:
+        """Let them go."""
+
+
 class Splicer:
     """Splices over one pool.
 
@@ -147,6 +154,17 @@ class Splicer:
         """View ranges of ``[start, end)`` that no path in the pool has; ``record``: the base."""
         with _Paths(self._slots, record.namespace) as paths:
             return self._find(view, start, end, record, paths).missing
+
+    def pin(self, view: View, start: int, end: int, record: BaseRecord) -> tuple[list[Range], Pin]:
+        """As :meth:`missing`; what there is cannot be evicted until the pin is released."""
+        paths = _Paths(self._slots, record.namespace)
+        try:
+            found = self._find(view, start, end, record, paths)
+            paths.keep({id(run.record) for run in found.runs})
+        except BaseException:
+            paths.unlock()
+            raise
+        return found.missing, paths
 
     def splice(
         self, plan: RequestPlan, keys: array[int], held: Path, goal: int, stored: Stored | None = None
@@ -394,9 +412,15 @@ class _Paths:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._unlock()
+        self.unlock()
 
-    def _unlock(self) -> None:
+    def keep(self, records: set[int]) -> None:
+        """Let all paths go but those of some records, by ``id``."""
+        for record in self._locks.keys() - records:
+            self._of.unlock(self._locks.pop(record))
+
+    def unlock(self) -> None:
+        """Let all paths go."""
         while self._locks:
             self._of.unlock(self._locks.popitem()[1])
 
@@ -418,7 +442,7 @@ class _Paths:
         have been taken or split.
         """
         keys = self._walk(record)[1]
-        self._unlock()
+        self.unlock()
         try:
             yield keys
         finally:

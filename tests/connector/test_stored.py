@@ -66,6 +66,24 @@ def test_part_on_the_gpu_part_in_lmcache() -> None:
     engine.daemon.check()
 
 
+def test_what_the_gpu_has_stays_while_the_rest_is_on_its_way() -> None:
+    """C1: nothing of a plan that waits is evicted, however much room others need."""
+    engine = rig(slots=512)
+    base = engine.serve(tokens(160))
+    engine.forget_pool()
+    engine.serve(base.tokens[:100])
+    req = engine.request([*base.tokens[:30], *base.tokens[50:], 5], hints=hints(base.rid, (30, 50, [])))
+    req.init_next_round_input(engine.cache)
+    assert engine.tier.begin_lookup(req.rid)
+    engine.allocator.evict_to_free_tokens(engine.cache, 512)
+    assert engine.cache.protected_size() == 100
+    got = engine.run(req, (7, 8, 9))
+    assert loaded(got)["tiers"]["gpu"] == 80
+    expect(engine, base, [(30, 50, [])], got)
+    engine.check()
+    engine.daemon.check()
+
+
 def test_the_tier_of_every_token_is_told_fills_and_all(tmp_path: Path) -> None:
     engine = rig(journal_dir=tmp_path)
     base = engine.serve(tokens(160))
