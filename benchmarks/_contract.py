@@ -17,6 +17,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
+from _nodes import empty_gpu, empty_l1, wait_stored
 from tokenizers import Tokenizer
 
 from leyline_lmcache.journal import JournalReader
@@ -31,6 +32,23 @@ Answer = int | str
 """A token id where an endpoint gives ids, else text."""
 Chat = tuple[Mapping[str, str], ...]
 _OTHER_QUESTION: Chat = ({"role": "user", "content": "ok"},)
+
+
+class Source(StrEnum):
+    """Where the base's KV lies when the edit comes."""
+
+    GPU = "gpu"
+    L1 = "l1"
+    """In LMCache's CPU tier; the GPU was emptied."""
+    REDIS = "redis"
+    """In Redis only."""
+    OTHER_NODE = "other_node"
+    """In Redis, and the edit comes to an engine that never saw the base."""
+
+    @property
+    def tier(self) -> str:
+        """As reports call it."""
+        return {Source.GPU: "gpu", Source.L1: "cpu"}.get(self, "redis")
 
 
 class Form(StrEnum):
@@ -317,6 +335,7 @@ class Outcome:
         fact_kept: some statement of the chain lies wholly in KV that was kept, so that the contract binds.
             Whole pages are prefilled for a replacement, and what shares one with it is computed again from
             the edited text.
+        source: where the base's KV lay.
     """
 
     case: int
@@ -326,6 +345,7 @@ class Outcome:
     outcome: str
     reason: str | None
     fact_kept: bool
+    source: Source = Source.GPU
 
     def same(self, arm: Arm) -> bool:
         """The arm answers like full context."""
@@ -335,6 +355,12 @@ class Outcome:
     def is_right(self) -> bool:
         """The spliced answer is the true one."""
         return self.replies[Arm.SPLICE].answer == self.expected
+
+    @property
+    def is_from_source(self) -> bool:
+        """All kept KV came from there, as the report says; where an endpoint shows none nothing is known."""
+        tiers = (self.replies[Arm.SPLICE].report or {}).get("tiers") or {}
+        return bool(tiers) and tiers[self.source.tier] == sum(tiers.values())
 
     @property
     def is_spliced(self) -> bool:
@@ -351,6 +377,8 @@ def run_cases(
     isolated: bool = True,
     workers: int = 8,
     run: str = "contract",
+    source: Source = Source.GPU,
+    other: Stack | None = None,
 ) -> list[Outcome]:
     """Ask every case in every form, in all arms.
 
@@ -361,39 +389,60 @@ def run_cases(
             re-prefill arm comes after the splice of the same text: even so it may see none of its KV (I1).
             Only the forms stay apart, as one's re-prefill is the other's.
         run: part of the salts; of its own for each run against one server.
+        source: where the bases' KV is driven before the first edit.
+        other: the node that serves the edits for `Source.OTHER_NODE`.
     """
     ask = endpoint.ask()
-    with stack.client() as client, ThreadPoolExecutor(workers) as pool:
-        jobs = [
-            pool.submit(_run_case, client, ask, endpoint, case, form, f"{run}-{form}", isolated)
-            for form in forms
-            for case in cases
-        ]
-        answered = [job.result() for job in jobs]
-    seen = _outcomes(stack) if any(replies[Arm.SPLICE].report is None for _, _, replies in answered) else {}
+    wanted = [(case, form) for form in forms for case in cases]
+    serving = other if source is Source.OTHER_NODE and other is not None else stack
+    with stack.client() as here, serving.client() as client, ThreadPoolExecutor(workers) as pool:
+
+        def salt(case: Case, form: Form, arm: Arm) -> str:
+            return f"{run}-{form}-{case.id}-{arm}" if isolated else f"{run}-{form}"
+
+        def base(case: Case, form: Form) -> str:
+            prompt = case.base(form, chat=endpoint.is_chat)
+            return ask(here, prompt, None, salt(case, form, Arm.SPLICE)).id
+
+        def arms(case: Case, form: Form, base_id: str) -> dict[Arm, Reply]:
+            return _run_case(client, ask, case, base_id, lambda arm: salt(case, form, arm))
+
+        if source is Source.GPU:
+            # One after the other: a case's arms then run while its base is sure to be there.
+            jobs = [pool.submit(lambda c, f: arms(c, f, base(c, f)), case, form) for case, form in wanted]
+        else:
+            bases = list(pool.map(lambda each: base(*each), wanted))
+            _displace(stack, here, source)
+            jobs = [
+                pool.submit(arms, case, form, base_id)
+                for (case, form), base_id in zip(wanted, bases, strict=True)
+            ]
+        answered = [(case, form, job.result()) for (case, form), job in zip(wanted, jobs, strict=True)]
+    silent = any(replies[Arm.SPLICE].report is None for _, _, replies in answered)
+    seen = _outcomes(serving) if silent else {}
     page = stack.spec.page_size
-    return [_outcome(case, form, endpoint, replies, seen, page) for case, form, replies in answered]
+    return [_outcome(case, form, endpoint, replies, seen, page, source) for case, form, replies in answered]
+
+
+def _displace(stack: Stack, client: Client, source: Source) -> None:
+    """Drive all KV to where the source says, and nowhere nearer."""
+    wait_stored(stack)
+    empty_gpu(client)
+    if source is not Source.L1:
+        empty_l1(stack)
 
 
 def _run_case(
-    client: Client, ask: Ask, endpoint: Endpoint, case: Case, form: Form, run: str, isolated: bool
-) -> tuple[Case, Form, dict[Arm, Reply]]:
-    def salt(arm: Arm) -> str:
-        return f"{run}-{case.id}-{arm}" if isolated else run
-
-    base = ask(client, case.base(form, chat=endpoint.is_chat), None, salt(Arm.SPLICE))
+    client: Client, ask: Ask, case: Case, base: str, salt: Callable[[Arm], str]
+) -> dict[Arm, Reply]:
     edited, full = case.asked(case.edited), case.asked(case.prompt)
-    splice = ask(client, edited, envelope(base.id, case.edits), salt(Arm.SPLICE))
+    splice = ask(client, edited, envelope(base, case.edits), salt(Arm.SPLICE))
     reprefill = ask(client, edited, None, salt(Arm.REPREFILL))
-    return (
-        case,
-        form,
-        {
-            Arm.SPLICE: splice,
-            Arm.REPREFILL: reprefill,
-            Arm.FULL: ask(client, full, None, salt(Arm.FULL)),
-        },
-    )
+    return {
+        Arm.SPLICE: splice,
+        Arm.REPREFILL: reprefill,
+        Arm.FULL: ask(client, full, None, salt(Arm.FULL)),
+    }
 
 
 def _outcomes(stack: Stack) -> dict[str, tuple[str, str | None]]:
@@ -414,6 +463,7 @@ def _outcome(
     replies: Mapping[Arm, Reply],
     journal: Mapping[str, tuple[str, str | None]],
     page: int,
+    source: Source,
 ) -> Outcome:
     splice = replies[Arm.SPLICE]
     if splice.report is not None:
@@ -429,6 +479,7 @@ def _outcome(
         outcome,
         reason,
         _is_fact_kept(case, page, splice.cached_tokens),
+        source,
     )
 
 

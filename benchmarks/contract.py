@@ -11,7 +11,9 @@ there.
 Plan: all cases on ``/generate`` for each dtype and page size; on the other endpoints, and with all arms in
 one cache, a fourth of them, spread over all kinds; and, as a control, all of them on a server that does not
 turn the keys it moves (a plugin in control/ sees to that): the contract has to break there, or the benchmark
-would notice nothing.
+would notice nothing. Then all of them with the base's KV in LMCache's L1, in Redis, and on another node
+(``--tiers``: only those), in chunks of four tokens; ``from_source`` counts the cases whose kept KV all came
+from there.
 
 ``cached`` is the part of the prompt's tokens that SGLang found in its cache; ``filled`` the part among them
 that the plugin had it prefill, just before, for the replacements. Arms that do not share a cache find
@@ -31,12 +33,14 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from _common import Figure, finish, print_table
-from _contract import MIN_REUSE, Arm, Case, Endpoint, Form, Outcome, load_cases, run_cases
+from _contract import MIN_REUSE, Arm, Case, Endpoint, Form, Outcome, Source, load_cases, run_cases
+from _nodes import free_port, shared
 
 from leyline_lmcache.stack import Stack, StackSpec
 from leyline_lmcache.stack.device import CPU_SHIM, detect
@@ -57,6 +61,7 @@ class Setting:
         cases: how many; all of them are the default.
         isolated: as in `run_cases`.
         control: what the plugin in control/ spoils; a run in which the contract has to break.
+        source: where the base's KV lies when the edit comes.
     """
 
     dtype: str
@@ -65,18 +70,23 @@ class Setting:
     cases: int | None = None
     isolated: bool = True
     control: str | None = None
+    source: Source = Source.GPU
 
     @property
     def name(self) -> str:
         """As in the summary's keys."""
         together = "" if self.isolated else "_one_cache"
+        if self.source is not Source.GPU:
+            together += f"_from_{self.source}"
         control = f"{self.control}_" if self.control else ""
         return f"{control}{DTYPES[self.dtype]}_page{self.page_size}_{self.endpoint}{together}"
 
     @property
-    def server(self) -> tuple[str, int, str | None]:
-        """Settings of a server are asked together."""
-        return self.dtype, self.page_size, self.control
+    def server(self) -> tuple[str, int, str | None, bool, bool]:
+        """Settings of a server are asked together: dtype, page size, control, tiers behind the GPU, and a
+        second node."""
+        stored = self.source is not Source.GPU
+        return self.dtype, self.page_size, self.control, stored, self.source is Source.OTHER_NODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +103,7 @@ class Tally:
     reprefill_equals_full: int
     splice_equals_expected: int
     full_equals_expected: int
+    from_source: int
     cached_splice: float
     cached_reprefill: float
     filled_splice: float | None
@@ -114,6 +125,7 @@ class Tally:
             reprefill_equals_full=sum(each.same(Arm.REPREFILL) for each in outcomes),
             splice_equals_expected=sum(each.is_right for each in outcomes),
             full_equals_expected=sum(each.replies[Arm.FULL].answer == each.expected for each in outcomes),
+            from_source=sum(each.is_from_source for each in outcomes),
             cached_splice=_cached(outcomes, Arm.SPLICE),
             cached_reprefill=_cached(outcomes, Arm.REPREFILL),
             filled_splice=_filled(outcomes),
@@ -124,12 +136,16 @@ class Tally:
     def holds(self) -> bool:
         """The contract: wherever it binds the splice follows full context, and a re-prefill never does.
 
-        With pages of one token it binds everywhere. A control has to break it, where the question was cached
-        before the edit.
+        With pages of one token it binds everywhere, except that a base's last tokens are not stored when
+        they fill no chunk. What was to come from a tier has to come from there. A control has to break it,
+        where the question was cached before the edit.
         """
         if self.setting.control:
             return self.form is Form.AFTER or self.splice_equals_full < self.cases // 2
-        everywhere = self.setting.page_size > 1 or self.fact_kept == self.cases
+        if self.setting.source is Source.GPU:
+            everywhere = self.setting.page_size > 1 or self.fact_kept == self.cases
+        else:
+            everywhere = self.from_source == self.spliced == self.cases
         follows = self.splice_equals_full_bound == self.fact_kept
         return everywhere and follows and not self.reprefill_equals_full
 
@@ -156,7 +172,14 @@ def default_plan() -> list[Setting]:
     plan += [Setting("bfloat16", 16, endpoint, FEWER) for endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT)]
     plan.append(Setting("float32", 1, Endpoint.GENERATE, FEWER, isolated=False))
     plan.append(Setting("float32", 1, Endpoint.GENERATE, control=UNROTATED))
+    plan += from_tiers()
     return plan
+
+
+def from_tiers(cases: int | None = None) -> list[Setting]:
+    """All cases once more, their KV in each tier behind the GPU."""
+    behind = [source for source in Source if source is not Source.GPU]
+    return [Setting("float32", 1, Endpoint.GENERATE, cases, source=source) for source in behind]
 
 
 def chosen_plan(options: argparse.Namespace) -> list[Setting]:
@@ -179,7 +202,7 @@ def measure(plan: Sequence[Setting], options: argparse.Namespace) -> list[tuple[
     """Start one server per dtype and page size and ask it all that the plan has for it."""
     found = []
     for server in dict.fromkeys(each.server for each in plan):
-        dtype, page_size, control = server
+        dtype, page_size, control, stored, two = server
         spec = StackSpec(
             model="tiny-mla",
             dtype=dtype,
@@ -190,7 +213,20 @@ def measure(plan: Sequence[Setting], options: argparse.Namespace) -> list[tuple[
             leyline={"min_reuse": MIN_REUSE},
             env=_spoiled(control) if control else {},
         )
-        with Stack(spec) as stack:
+        with ExitStack() as running:
+            other: Stack | None = None
+            if stored:
+                port = free_port()
+                url = f"redis://127.0.0.1:{port}"
+                # The prompts are short; with LMCache's usual chunks they would not be stored at all.
+                spec = replace(
+                    spec, chunk_size=4, server_module=True, l2="leyline", server_options=shared(url)
+                )
+                stack = running.enter_context(Stack(replace(spec, redis_port=port)))
+                if two:
+                    other = running.enter_context(Stack(replace(spec, redis_url=url)))
+            else:
+                stack = running.enter_context(Stack(spec))
             for setting in plan:
                 if setting.server != server:
                     continue
@@ -203,6 +239,8 @@ def measure(plan: Sequence[Setting], options: argparse.Namespace) -> list[tuple[
                     isolated=setting.isolated,
                     workers=options.workers,
                     run=setting.name,
+                    source=setting.source,
+                    other=other,
                 )
                 for form in Form:
                     part = [each for each in outcomes if each.form is form]
@@ -230,7 +268,11 @@ def summary(tallies: Sequence[Tally], cases: Sequence[Case]) -> dict[str, Figure
     """
     product = [each for each in tallies if not each.setting.control]
     controls = [each for each in tallies if each.setting.control]
-    whole = [each for each in product if each.setting.page_size == 1 and each.cases == len(cases)]
+    whole = [
+        each
+        for each in product
+        if each.setting.page_size == 1 and each.cases == len(cases) and each.setting.source is Source.GPU
+    ]
     figures: dict[str, Figure] = {
         "cases": len(cases) if whole else max(each.cases for each in tallies),
         "splice_equals_full": min((each.splice_equals_full for each in whole or product), default=None),
@@ -251,6 +293,7 @@ def summary(tallies: Sequence[Tally], cases: Sequence[Case]) -> dict[str, Figure
             f"{key}_reprefill_equals_full": each.reprefill_equals_full,
             f"{key}_splice_equals_expected": each.splice_equals_expected,
             f"{key}_full_equals_expected": each.full_equals_expected,
+            f"{key}_from_source": each.from_source,
             f"{key}_cached_splice": round(each.cached_splice, 4),
             f"{key}_cached_reprefill": round(each.cached_reprefill, 4),
             f"{key}_filled_splice": None if each.filled_splice is None else round(each.filled_splice, 4),
@@ -286,7 +329,8 @@ def details(found: Sequence[tuple[Tally, Sequence[Outcome]]], options: argparse.
 def show(tallies: Sequence[Tally]) -> None:
     """The table."""
     columns = ("setting", "form", "cases", "spliced", "fact kept", "splice = full", "where kept")
-    columns += ("re-prefill = full", "splice right", "cached", "filled", "re-prefill cached", "fallbacks")
+    columns += ("re-prefill = full", "splice right", "from source", "cached", "filled", "re-prefill cached")
+    columns += ("fallbacks",)
     print_table(
         "contract",
         columns,
@@ -301,6 +345,7 @@ def show(tallies: Sequence[Tally]) -> None:
                 each.splice_equals_full_bound,
                 each.reprefill_equals_full,
                 each.splice_equals_expected,
+                each.from_source,
                 f"{each.cached_splice:.1%}",
                 "" if each.filled_splice is None else f"{each.filled_splice:.1%}",
                 f"{each.cached_reprefill:.1%}",
@@ -323,6 +368,8 @@ def main() -> int:
         or options.control
     )
     plan = chosen_plan(options) if selected else default_plan()
+    if options.tiers:
+        plan = from_tiers(options.cases)
     found = measure(plan, options)
     tallies = [tally for tally, _ in found]
     show(tallies)
@@ -340,6 +387,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cases", type=at_least_one, metavar="N", help="ask only N, spread over all kinds")
     parser.add_argument("--full", action="store_true", help="all dtypes, page sizes and endpoints")
     parser.add_argument("--control", action="store_true", help="on servers that do not turn keys")
+    parser.add_argument("--tiers", action="store_true", help="only from the tiers behind the GPU")
     parser.add_argument("--no-lmcache", action="store_true", help="SGLang alone, without lmcache and Redis")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of SGLang (1)")
     parser.add_argument("--workers", type=int, default=8, help="requests in flight (8)")
