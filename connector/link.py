@@ -17,6 +17,8 @@ from typing import Any
 
 from lmcache.v1.multiprocess.futures import MessagingFuture
 
+from . import wire
+
 log = logging.getLogger(__name__)
 
 _MISSES: Mapping[str, Any] = {
@@ -101,7 +103,7 @@ class Link:
     def _call(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
             if self._lost:
-                if operation in _OWED and len(self._owed) < _MAX_OWED:
+                if _is_owed(operation, args) and len(self._owed) < _MAX_OWED:
                     self._owed.append((operation, args))
                 future: Any = MessagingFuture()
                 _end(future, operation)
@@ -168,6 +170,10 @@ class Link:
                 self._client.close()
             except Exception:
                 log.warning("a connection to lmcache server could not be closed", exc_info=True)
+
+
+def _is_owed(operation: str, args: tuple[Any, ...]) -> bool:
+    return operation in _OWED or (operation == "server_module_call" and args[0].method == wire.RELEASE)
 
 
 def _end(future: Any, operation: str) -> None:

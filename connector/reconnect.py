@@ -154,6 +154,8 @@ class ReconnectingConnector(UnifiedLMCacheMPConnector):
                 context.unregister()
             context.close()
             raise
+        # LMCache waits much longer for an engine it has never heard before it drops what it left behind.
+        link.ping(instance)
         return Transfer(context, link)
 
     # ------------------------------------------------------------------ our module in the server

@@ -23,7 +23,7 @@ _GQA = replace(_BASE, model="gqa", lmcache=False)
 _TINY = replace(_BASE, model="tiny-mla", leyline={"min_reuse": 1})
 
 
-def _with_faults() -> dict[str, str]:
+def with_faults() -> dict[str, str]:
     """Environment of a server whose own code can be made to raise; see faults/leyline_faults.py."""
     plugins, path = ["leyline", "leyline_faults"], [str(Path(__file__).with_name("faults"))]
     if detect() == "cpu":
@@ -58,7 +58,7 @@ STACKS: Mapping[str, StackSpec] = MappingProxyType(
         # A pool that is soon full, slots taken over rather than copied, prefill in many steps.
         # Every third step throws a running request out, if there are two.
         "stack_small": replace(
-            _SMALL, lmcache=False, env=_CHECKED | _with_faults() | {"SGLANG_TEST_RETRACT": "1"}
+            _SMALL, lmcache=False, env=_CHECKED | with_faults() | {"SGLANG_TEST_RETRACT": "1"}
         ),
         # The same without all that, but with stores on their way to LMCache, which SGLang's check overlooks.
         "stack_small_lmcache": _SMALL,
