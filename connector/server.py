@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 _DISTRIBUTION = "leyline-lmcache"
 _MOST_ENGINES = 64
+_RETRY_S = 0.5
+"""How long chunks are asked for that another prefetch is bringing."""
 
 
 class ModuleConfigError(ValueError):
@@ -101,15 +103,22 @@ class _FetchJob:
         handles: its LMCache prefetch; None for a part without chunks.
         chunks: indexes of the chunks asked for.
         rows: their object keys, one list per object group and rank.
+        cells: which of the chunks the running prefetch is for, by their place in the list.
+        groups: the rows as LMCache wants them.
         hits: chunks that came and are locked; None while LMCache works.
         brought: those of them that were not in L1 before.
     """
 
+    name: str
     readers: int
     deadline: float
+    retry_until: float
     handles: list[Any] = field(default_factory=list)
     chunks: list[list[int]] = field(default_factory=list)
     rows: list[list[list[Any]]] = field(default_factory=list)
+    cells: list[list[int]] = field(default_factory=list)
+    groups: list[list[Any]] = field(default_factory=list)
+    got: list[set[int]] = field(default_factory=list)
     hits: list[list[int] | None] = field(default_factory=list)
     brought: list[list[int]] = field(default_factory=list)
 
@@ -210,7 +219,8 @@ class LeylineModule:
     @server_module_handler(wire.FETCH)
     def fetch(self, payload: bytes) -> bytes:
         message = wire.decode(payload, wire.Fetch)
-        job = _FetchJob(message.readers, time.monotonic() + message.ttl_s)
+        now = time.monotonic()
+        job = _FetchJob(message.job, message.readers, now + message.ttl_s, now + _RETRY_S)
         with self._lock:
             if message.job in self._jobs or len(self._jobs) >= self._config.max_jobs:
                 raise wire.WireError(f"job: known already, or {self._config.max_jobs} fetches are kept")
@@ -220,7 +230,10 @@ class LeylineModule:
                 chunks, rows = self._rows(message, part)
                 job.chunks.append(chunks)
                 job.rows.append([list(row.keys) for row in rows])
-                job.handles.append(self._prefetch(message, rows) if chunks else None)
+                job.groups.append(list(rows))
+                job.cells.append(list(range(len(chunks))))
+                job.got.append(set())
+                job.handles.append(self._prefetch(job, rows) if chunks else None)
                 job.brought.append([])
                 job.hits.append(None if chunks else [])
         except BaseException:
@@ -339,14 +352,14 @@ class LeylineModule:
             for each in hasher.compute_chunk_hashes(tokens[: wanted * size], end=wanted * size)
         ]
 
-    def _prefetch(self, message: wire.Fetch, rows: list[Any]) -> Any:
+    def _prefetch(self, job: _FetchJob, rows: list[Any]) -> Any:
         spec = PrefetchTaskSpec(
             key_groups=rows,
-            num_kv_readers=message.readers,
+            num_kv_readers=job.readers,
             fetching_policy="full",
             lock_mode=PrefetchLockMode.LOCK,
         )
-        return self._storage.submit_prefetch_task(spec, external_request_id=message.job)
+        return self._storage.submit_prefetch_task(spec, external_request_id=job.name)
 
     def _advance(self, job: _FetchJob) -> None:
         """Ask LMCache for results that are due; each is told once."""
@@ -356,14 +369,34 @@ class LeylineModule:
             result = self._storage.query_prefetch_status(job.handles[i])
             if result is None:
                 continue
-            rows = [set(row.get_indices_list()) for row in result.hit_cells]
+            asked = job.cells[i]
+            rows = [{asked[each] for each in row.get_indices_list()} for row in result.hit_cells]
             common = set.intersection(*rows) if rows else set()
-            loaded = set().union(*(row.get_indices_list() for row in result.l2_hit_cells))
-            job.brought[i] = [job.chunks[i][each] for each in sorted(common & loaded)]
-            job.hits[i] = [job.chunks[i][each] for each in sorted(common)]
+            loaded = {asked[each] for row in result.l2_hit_cells for each in row.get_indices_list()}
             # Chunks that only some rows have cannot be used: their locks go back at once.
             for row, cells in zip(job.rows[i], rows, strict=False):
                 self._unlock([row[each] for each in sorted(cells - common)], job.readers)
+            job.got[i] |= common
+            job.brought[i] = sorted({*job.brought[i], *(job.chunks[i][each] for each in common & loaded)})
+            if not self._again(job, i, result):
+                job.hits[i] = [job.chunks[i][each] for each in sorted(job.got[i])]
+
+    def _again(self, job: _FetchJob, i: int, result: Any) -> bool:
+        """Ask once more for what is there and did not come: while another prefetch brings a chunk from L2,
+        LMCache gives it to nobody else."""
+        found = [set(row.get_indices_list()) for row in result.found_cells or ()]
+        there = {job.cells[i][each] for each in set.intersection(*found)} if found else set()
+        left = sorted(there - job.got[i])
+        if not left or time.monotonic() > job.retry_until or self._stop.is_set():
+            return False
+        with self._lock:
+            if job.name not in self._jobs:
+                return False
+        job.cells[i] = left
+        rows = [replace(group, keys=[group.keys[each] for each in left]) for group in job.groups[i]]
+        job.handles[i] = self._prefetch(job, rows)
+        self._counters["fetched_again"] += 1
+        return True
 
     def _drop(self, name: str, keep: tuple[tuple[int, ...], ...] = ()) -> None:
         """Forget a job and give back the locks of what was not retrieved."""
