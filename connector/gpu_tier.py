@@ -275,11 +275,11 @@ class GpuTier:
 
     def _should_look(self, req: Any, state: _State, plan: RequestPlan, held: Path, goal: int) -> bool:
         """Whether the stored tiers are to be asked before this request is admitted; once per request."""
-        if self._lookups is None or not self._lookups.available or self._splicer is None or state.looked:
+        if self._lookups is None or self._splicer is None or state.looked:
             return False
         state.looked = True
         missing, pin = self._splicer.pin(plan.view, held.length, goal, plan.record)
-        if not missing:
+        if not missing or not self._lookups.available:
             pin.unlock()
             return False
         # What the GPU has must still be there when the rest has come.

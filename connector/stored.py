@@ -243,7 +243,7 @@ class StoredTier:
     @property
     def available(self) -> bool:
         """Whether our module can be asked now: not while the server is away or came back without it."""
-        return self._connector.welcome is not None
+        return bool(self.ranks.tell(self._connector.welcome is not None))
 
     def salt(self, namespace: Namespace, lineage: bytes) -> str:
         """LMCache's cache salt for KV of a lineage; exact KV has SGLang's own."""

@@ -104,7 +104,10 @@ class Rig:
         self.client.wait_idle()
         assert self.client.flush_cache()
 
-    def clear_l1(self) -> None:
+    def forget_l1(self) -> None:
+        """Leave what there is in Redis alone."""
+        self.flush()
+        eventually(lambda: not any(self.locks().values()), "what is stored has reached Redis")
         httpx.post(f"{self.stack.lmcache_url}/cache/clear", timeout=30).raise_for_status()
 
     @contextmanager
@@ -230,9 +233,7 @@ def test_t9_lmcache_server(rig: Rig, phase: str, how: str) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 def test_t8_redis(rig: Rig, phase: str, how: str) -> None:
     far = rig.base()
-    rig.flush()
-    eventually(lambda: not any(rig.locks().values()), "what is stored has reached Redis")
-    rig.clear_l1()
+    rig.forget_l1()
     kept = rig.base()
     if phase == "idle":
         rig.down("redis", how)
@@ -253,14 +254,57 @@ def test_t8_redis(rig: Rig, phase: str, how: str) -> None:
     assert said["outcome"] == "spliced" and said["tiers"]["cpu"] > 0
     rig.at_once(lambda: rig.edit(far), "an edit whose source is away")
     rig.up("redis", how)
-
-    def forget() -> None:
-        rig.flush()
-        eventually(lambda: not any(rig.locks().values()), "what is stored has reached Redis")
-        rig.clear_l1()
-
-    rig.recovered(f"redis, {phase}, {how}", "redis", forget)
+    rig.recovered(f"redis, {phase}, {how}", "redis", rig.forget_l1)
     rig.whole()
+
+
+@contextmanager
+def _slow(server: redis.Redis) -> Iterator[None]:
+    # What is asked in this time is answered after it: each question costs up to two seconds.
+    server.client_pause(2000)
+    yield
+    server.client_unpause()
+
+
+@contextmanager
+def _full(server: redis.Redis) -> Iterator[None]:
+    server.config_set("maxmemory", 1)
+    yield
+    server.config_set("maxmemory", 0)
+
+
+@contextmanager
+def _read_only(server: redis.Redis) -> Iterator[None]:
+    """As a primary is after a failover that nobody told us of."""
+    server.replicaof("127.0.0.1", "1")
+    yield
+    server.replicaof("NO", "ONE")
+
+
+@pytest.mark.parametrize("fault", [_slow, _full, _read_only])
+def test_t8_redis_is_slow_or_refuses_writes(rig: Rig, fault: Callable[[redis.Redis], Any]) -> None:
+    far = rig.base()
+    rig.forget_l1()
+    before = _failures(rig)
+    with redis.Redis.from_url(rig.stack.redis_url) as server, fault(server):
+        kept = rig.at_once(rig.base, "a new request")
+        assert rig.at_once(lambda: rig.edit(kept), "an edit on the GPU")["outcome"] == "spliced"
+        rig.flush()
+        said = rig.at_once(lambda: rig.edit(kept), "an edit from L1")
+        assert said["outcome"] == "spliced" and said["tiers"]["cpu"] > 0
+        rig.at_once(lambda: rig.edit(far), "an edit whose source Redis has")
+        if fault is not _slow:
+            eventually(lambda: _failures(rig) > before, "what was refused is counted by name")
+    rig.recovered(f"redis, {fault.__name__}", "redis", rig.forget_l1)
+    rig.whole()
+
+
+def _failures(rig: Rig) -> int:
+    """Chunks that Redis did not take, as ``/status`` counts them."""
+    status = httpx.get(f"{rig.stack.lmcache_url}/status", timeout=30).json()
+    (adapter,) = status.get("storage_manager", status)["l2_adapters"]
+    stores = adapter["redis"]["operations"].get("store", {"keys": {}})["keys"]
+    return sum(count for name, count in stores.items() if name != "ok")
 
 
 @pytest.mark.parametrize("phase", PHASES)
