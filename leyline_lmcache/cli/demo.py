@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -22,7 +23,7 @@ from leyline_lmcache.demo import screen
 from leyline_lmcache.demo.arms import choose_version, converse
 from leyline_lmcache.demo.curl import commands
 from leyline_lmcache.demo.dialect import Dialect
-from leyline_lmcache.demo.results import Arm, Conversation, TurnResult, Verdict
+from leyline_lmcache.demo.results import Arm, Conversation, TurnResult, Verdict, condensed
 from leyline_lmcache.demo.scenario import MOST_TURNS, Scenario
 from leyline_lmcache.demo.servers import Running, choose_model, servers, spec_of
 from leyline_lmcache.stack import StackSpec, models
@@ -98,7 +99,8 @@ def _hold(
     out.print(screen.column_heads())
     with running.client(spec.model) as client:
         version, scenario = choose_version(client, dialect, turns, seed)
-        for turn in converse(client, dialect, scenario):
+        displace = partial(running.displace, client) if running.has_tiers else None
+        for turn in converse(client, dialect, scenario, displace):
             longest = longest or _expected_length(turn, scenario)
             done.append(turn)
             for line in screen.turn_lines(turn, longest):
@@ -109,7 +111,7 @@ def _hold(
         out.print(line)
     out.print("\n[bold]what the last edit made the tiers do[/bold] (leyline ops shows the journal)")
     out.print(HEADER, style="dim")
-    for record in ops:
+    for record in condensed(ops):
         out.print(describe(record), markup=False)
     out.print()
     return conversation

@@ -7,7 +7,8 @@ find prefixes that the splice arm has just computed, and the figures would depen
 A turn is two requests. The *draft* has the new messages and the question. Then the agent drops what is stale
 and asks again (*final*). So when the edit comes, the question is in the cache already and is moved with
 everything else after the edit: a missing or wrong rotation cannot hide behind a question that is prefilled
-afterwards.
+afterwards. Between the two, in two turns of three, the KV of all arms is driven off the GPU, to LMCache's L1
+or on to Redis, as it happens to a session that waits long for its next turn.
 
 The contract is to follow full context. Where full context itself wavers between two answers, a rounding
 decides and nothing is learnt. So the conversation is rehearsed first with full context alone, and a version
@@ -19,15 +20,17 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from leyline_lmcache.demo.dialect import Dialect
 from leyline_lmcache.demo.results import Arm, ArmTurn, Served, TurnResult
-from leyline_lmcache.demo.scenario import Message, Scenario, Turn, write_scenario
+from leyline_lmcache.demo.scenario import Message, Place, Scenario, Turn, write_scenario
 from leyline_lmcache.demo.transcript import Replacement, Transcript
 from leyline_lmcache.envelope import ENVELOPE_VERSION, SPLICE
 from leyline_lmcache.stack import Client
+
+Displace = Callable[[Place], None]
 
 _MOST_VERSIONS = 8
 _SURE = 0.95
@@ -74,7 +77,9 @@ class Agent:
         milliseconds = (time.perf_counter() - started) * 1e3
         self._base, self._output = answer.id, answer.output_ids
         report = answer.meta.get("leyline") or {}
-        moved, filled = int(report.get("moved", 0)), int(report.get("filled", 0))
+        # What was loaded with the prefix is part of `moved`, and of the prefix.
+        moved = min(int(report.get("moved", 0)), int(report.get("spliced", 0)))
+        filled, tiers = int(report.get("filled", 0)), report.get("tiers") or {}
         return Served(
             prompt=answer.prompt_tokens,
             prefix=answer.cached_tokens - moved - filled,
@@ -87,6 +92,7 @@ class Agent:
             outcome=str(report.get("outcome", "")),
             reason=str(report.get("reason", "")),
             lineage=str(report.get("lineage", "")),
+            **{place.value: int(tiers.get(place, 0)) for place in Place},
             sure=math.exp(answer.output_logprobs[0]) if logprobs and answer.output_logprobs else None,
         )
 
@@ -144,8 +150,14 @@ def _rehearse(client: Client, dialect: Dialect, scenario: Scenario) -> int:
     return doubts
 
 
-def converse(client: Client, dialect: Dialect, scenario: Scenario) -> Iterator[TurnResult]:
-    """Hold the conversation, and give each turn when all arms have answered it."""
+def converse(
+    client: Client, dialect: Dialect, scenario: Scenario, displace: Displace | None = None
+) -> Iterator[TurnResult]:
+    """Hold the conversation, and give each turn when all arms have answered it.
+
+    `displace` drives everybody's KV to a turn's place, between the drafts and the edit; None leaves it all
+    on the GPU.
+    """
     run = uuid.uuid4().hex[:8]
     _warm_up(client, dialect, scenario, f"{run}-warm-up")
     agents = {arm: Agent(client, dialect, f"{run}-{arm.value}", directives=arm is Arm.SPLICE) for arm in Arm}
@@ -156,8 +168,13 @@ def converse(client: Client, dialect: Dialect, scenario: Scenario) -> Iterator[T
     for turn in scenario.turns:
         done: dict[Arm, ArmTurn] = {}
         edits: tuple[Replacement, ...] = ()
+        drafts = {arm: _draft(agents[arm], scenario, turn) for arm in order}
+        place = turn.place if displace is not None else Place.GPU
+        if displace is not None:
+            displace(place)
         for arm in order:
-            done[arm], made = _take(agents[arm], arm, scenario, turn)
+            final, made = _finish(agents[arm], arm, turn)
+            done[arm] = ArmTurn(drafts[arm], final)
             edits = made or edits
         yield TurnResult(
             turn.number,
@@ -165,14 +182,18 @@ def converse(client: Client, dialect: Dialect, scenario: Scenario) -> Iterator[T
             turn.question.content,
             turn.expected,
             {arm: done[arm] for arm in Arm},
+            place,
         )
         # Nobody is always first.
         order = [*order[1:], order[0]]
 
 
-def _take(agent: Agent, arm: Arm, scenario: Scenario, turn: Turn) -> tuple[ArmTurn, tuple[Replacement, ...]]:
+def _draft(agent: Agent, scenario: Scenario, turn: Turn) -> Served:
     _read_turn(agent, scenario, turn)
-    draft = agent.ask()
+    return agent.ask()
+
+
+def _finish(agent: Agent, arm: Arm, turn: Turn) -> tuple[Served, tuple[Replacement, ...]]:
     edits: tuple[Replacement, ...] = ()
     if arm is not Arm.FULL:
         changes: dict[str, tuple[Message, ...]] = {f"output {turn.stale}": (turn.stub,)}
@@ -181,7 +202,7 @@ def _take(agent: Agent, arm: Arm, scenario: Scenario, turn: Turn) -> tuple[ArmTu
         edits = agent.edit(changes)
     final = agent.ask(edits)
     agent.keep_answer(f"answer {turn.number}")
-    return ArmTurn(draft, final), edits
+    return final, edits
 
 
 def _warm_up(client: Client, dialect: Dialect, scenario: Scenario, salt: str) -> None:

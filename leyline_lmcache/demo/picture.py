@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from leyline_lmcache.demo.results import Arm, Conversation, Totals, TurnResult
+from leyline_lmcache.demo.scenario import Place
 
 # Chosen to stay apart for readers who see red and green alike, and in print.
 _PARTS = (
@@ -15,6 +16,7 @@ _PARTS = (
     ("filled", "filled in the middle", "#ddaa33"),
     ("prefilled", "prefilled at the end", "#cc6677"),
 )
+_PLACES = {Place.GPU: "GPU", Place.CPU: "CPU", Place.REDIS: "Redis"}
 _INK, _PALE = "#333333", "#999999"
 _ARM_COLOURS = {Arm.FULL: "#4477aa", Arm.REPREFILL: "#cc6677", Arm.SPLICE: "#2a9d78"}
 _WIDTH, _GAP = 0.26, 0.03
@@ -116,8 +118,8 @@ def _draw_times(axes: Any, turns: Sequence[TurnResult]) -> None:
     slowest = max((turn.arms[arm].final.milliseconds for turn in turns for arm in Arm), default=1.0)
     axes.set_ylim(0, slowest * 1.3)
     axes.set_ylabel("time of the request (ms)")
-    axes.set_xlabel("turn")
-    axes.set_xticks(numbers)
+    axes.set_xlabel("turn, and where the KV lay when its edit came")
+    axes.set_xticks(numbers, [f"{turn.number}\n{_PLACES[turn.place]}" for turn in turns])
     axes.legend(loc="upper left", ncols=3, frameon=False, fontsize=10)
     _tidy(axes)
 

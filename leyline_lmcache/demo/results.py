@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from leyline_lmcache.demo.scenario import Place
 from leyline_lmcache.journal import OpRecord
+from leyline_lmcache.ops import OpKind, Tier
 from leyline_lmcache.view import Edit
 
 
@@ -39,6 +41,7 @@ class Served:
         reason: why the edit was refused; "" if it was not.
         lineage: short name of the edited view; "" for exact KV.
         sure: the answer's probability to the model, where it was asked for.
+        gpu, cpu, redis: tokens whose KV was kept, by the tier they came from; 0 where that is not told.
     """
 
     prompt: int
@@ -53,6 +56,9 @@ class Served:
     reason: str = ""
     lineage: str = ""
     sure: float | None = None
+    gpu: int = 0
+    cpu: int = 0
+    redis: int = 0
 
     @property
     def computed(self) -> int:
@@ -83,6 +89,7 @@ class TurnResult:
         question: what was asked.
         expected: the right answer.
         arms: what each arm did.
+        place: where the KV lay when the edit came.
     """
 
     number: int
@@ -90,6 +97,7 @@ class TurnResult:
     question: str
     expected: str
     arms: Mapping[Arm, ArmTurn]
+    place: Place = Place.GPU
 
     def follows(self, arm: Arm) -> bool:
         """True when the arm answers like the one that sees everything."""
@@ -173,6 +181,10 @@ class Conversation:
             right=sum(turn.arms[arm].final.answer == turn.expected for turn in self.turns),
         )
 
+    def tokens_from(self, place: Place) -> int:
+        """Tokens of the splice arm's edited requests whose KV came from there."""
+        return sum(int(getattr(turn.arms[Arm.SPLICE].final, place)) for turn in self.turns)
+
     @property
     def verdict(self) -> Verdict:
         """What was shown; no turns show nothing."""
@@ -204,6 +216,8 @@ class Conversation:
             "turns": len(self.turns),
             "edits": sum(len(turn.edits) for turn in self.turns),
             "turns_spliced": sum(turn.is_spliced for turn in self.turns),
+            **{f"turns_from_{place}": sum(turn.place is place for turn in self.turns) for place in Place},
+            **{f"tokens_from_{place}": self.tokens_from(place) for place in Place},
             "splice_equals_full": splice.follows,
             "reprefill_equals_full": again.follows,
             "full_right": full.right,
@@ -219,6 +233,7 @@ class Conversation:
 def _turn_json(turn: TurnResult) -> dict[str, Any]:
     return {
         "number": turn.number,
+        "place": turn.place.value,
         "edits": [asdict(edit) for edit in turn.edits],
         "question": turn.question,
         "expected": turn.expected,
@@ -231,6 +246,27 @@ def _turn_json(turn: TurnResult) -> dict[str, Any]:
 def last_ops(records: Iterable[OpRecord], lineage: str) -> list[OpRecord]:
     """The ops of one edit: those of its lineage."""
     return [record for record in records if lineage and record.lineage.startswith(lineage)]
+
+
+def condensed(ops: Iterable[OpRecord]) -> list[OpRecord]:
+    """Ops of one kind, tier and request as one, with the sums of their figures; a shift if all have the same.
+
+    A view of many pieces has as many ops, which say nothing on a screen.
+    """
+    groups: dict[tuple[str, Tier, OpKind | None], list[OpRecord]] = {}
+    for op in ops:
+        groups.setdefault((op.request, op.tier, op.op), []).append(op)
+    return [
+        replace(
+            group[-1],
+            blocks=sum(op.blocks for op in group),
+            tokens=sum(op.tokens for op in group),
+            shift=group[0].shift if len({op.shift for op in group}) == 1 else 0,
+            bytes=sum(op.bytes for op in group),
+            micros=sum(op.micros for op in group),
+        )
+        for group in groups.values()
+    ]
 
 
 def _ratio(a: float, b: float) -> float | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 MOST_TURNS = 16
 """More would need longer histories than the tiny model can be asked about."""
@@ -72,6 +73,17 @@ class Round:
     value: str
 
 
+class Place(StrEnum):
+    """Where everybody's KV lies when a turn's edit comes."""
+
+    GPU = "gpu"
+    """In SGLang's pool, where the draft left it."""
+    CPU = "cpu"
+    """In LMCache's L1: the pool was emptied after the draft."""
+    REDIS = "redis"
+    """In Redis: L1 was emptied too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn: a new round, a question, and what the agent drops from its history before it answers.
@@ -84,6 +96,7 @@ class Turn:
         deleted: index of a round whose aside is removed without a replacement; None: of none.
         question: asks for what follows from the stale output.
         expected: the right answer, given everything that was ever said.
+        place: where the KV is driven between the draft and the edit.
     """
 
     number: int
@@ -93,6 +106,7 @@ class Turn:
     deleted: int | None
     question: Message
     expected: str
+    place: Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +172,7 @@ def _turn(chance: random.Random, rounds: tuple[Round, ...], i: int) -> Turn:
         deleted=i + _LAG // 2 if i % 3 == 2 else None,
         question=Message("user", f"{rounds[i].asked} ?"),
         expected=rounds[i].value,
+        place=list(Place)[i % len(Place)],
     )
 
 

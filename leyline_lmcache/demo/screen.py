@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from leyline_lmcache.demo.results import Arm, Conversation, Served, TurnResult, Verdict
+from leyline_lmcache.demo.scenario import Place
 
 PARTS = (
     ("prefix", "█", "blue"),
@@ -20,9 +21,17 @@ _BAR = 21
 _ARM = 10
 _WIDTHS = {"prompt": 6, "hit": 6, "splice": 7, "fill": 5, "new": 5}
 
+_NAMES = {Place.GPU: "GPU", Place.CPU: "CPU", Place.REDIS: "Redis"}
+_EVICTED = {
+    Place.GPU: "",
+    Place.CPU: "before the edit the GPU was emptied: all KV is in LMCache's L1",
+    Place.REDIS: "before the edit GPU and L1 were emptied: all KV is in Redis",
+}
+
 EXPLANATION = (
     "Each turn the agent reads a tool's output, notes what follows from it, and is",
     "asked for a value. First it drops an old output: the one the value came from.",
+    "In two turns of three the KV has left the GPU by then, for CPU memory or Redis.",
 )
 
 
@@ -50,6 +59,8 @@ def turn_lines(turn: TurnResult, longest: int) -> Iterator[Text]:
     """
     edits = ", ".join(f"[{edit.start}, {edit.end}) becomes {edit.length or 'nothing'}" for edit in turn.edits)
     yield Text(f"turn {turn.number}", "bold").append(f"  {edits}; asked: {turn.question}", "not bold")
+    if _EVICTED[turn.place]:
+        yield Text(f"  {_EVICTED[turn.place]}", "magenta")
     for arm, done in turn.arms.items():
         line = _figures(arm.value, done.final, longest)
         answer = done.final.answer if len(done.final.answer) <= 7 else f"{done.final.answer[:6]}…"
@@ -59,6 +70,10 @@ def turn_lines(turn: TurnResult, longest: int) -> Iterator[Text]:
             follows = turn.follows(arm)
             line.append(f"  {answer} {'✓' if follows else '✗'}", "green" if follows else "red")
         yield line
+        if arm is Arm.SPLICE and done.final.outcome:
+            one = done.final
+            lay = f"KV came from: GPU {one.gpu or '·'}  CPU {one.cpu or '·'}  Redis {one.redis or '·'}"
+            yield Text(f"  {'':{_ARM}} {lay}", "dim")
         if done.final.reason:
             yield Text(f"  {'':{_ARM}} prefilled instead: {done.final.reason}", "red")
 
@@ -98,6 +113,8 @@ def verdict_lines(conversation: Conversation) -> Iterator[Text]:
             f"time of an edited request: {splice.milliseconds / again.milliseconds:.2f} of re-prefill's, "
             f"{splice.milliseconds / full.milliseconds:.2f} of a prefix hit's"
         )
+    came = ", ".join(f"{_NAMES[place]} {conversation.tokens_from(place):,}" for place in Place)
+    yield Text(f"the splice arm's kept KV came from: {came}")
     style, words = _VERDICTS[conversation.verdict]
     yield Text(words, style)
 

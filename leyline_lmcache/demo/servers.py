@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
 from leyline_lmcache.demo.results import last_ops
+from leyline_lmcache.demo.scenario import Place
 from leyline_lmcache.journal import JournalReader, OpRecord
 from leyline_lmcache.ops import OpKind
 from leyline_lmcache.stack import Client, Progress, Stack, StackError, StackSpec, models
@@ -16,6 +19,8 @@ from leyline_lmcache.stack.state import down, up
 
 _RANDOM = "mla"
 _JOURNAL_TIMEOUT_S = 3.0
+_SETTLED_S = 0.25
+_CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +30,46 @@ class Running:
     Attributes:
         url: of SGLang.
         journal_dir: of the plugin's journal.
+        lmcache_url, redis_url: of the tiers behind the GPU; None: there are none that edits can use.
     """
 
     url: str
     journal_dir: Path
+    lmcache_url: str | None = None
+    redis_url: str | None = None
+
+    @property
+    def has_tiers(self) -> bool:
+        """KV can be driven off the GPU."""
+        return self.lmcache_url is not None and self.redis_url is not None
+
+    def displace(self, client: Client, place: Place) -> None:
+        """Drive all KV to a tier, and nowhere nearer.
+
+        Raises:
+            StackError: SGLang does not empty its pool.
+        """
+        if place is Place.GPU:
+            return
+        assert self.lmcache_url is not None and self.redis_url is not None
+        client.wait_idle()
+        self._wait_stored()
+        if not client.flush_cache():
+            raise StackError("SGLang's cache could not be emptied: a request still runs")
+        if place is Place.REDIS:
+            httpx.post(f"{self.lmcache_url}/cache/clear", timeout=30, trust_env=False).raise_for_status()
+
+    def _wait_stored(self) -> None:
+        """Until no more keys come to Redis."""
+        import redis
+
+        with redis.Redis.from_url(str(self.redis_url)) as client:
+            size, since = -1, time.monotonic()
+            while time.monotonic() - since < _SETTLED_S:
+                now = client.dbsize()
+                if now != size:
+                    size, since = now, time.monotonic()
+                time.sleep(0.05)
 
     def client(self, model: str) -> Client:
         """A client of the SGLang server."""
@@ -56,10 +97,20 @@ def choose_model() -> str:
 def spec_of(model: str, page_size: int) -> StackSpec:
     """The stack: Redis, `lmcache server` and SGLang with the plugin.
 
-    The pool is large enough that nothing is evicted: the full-context arm is then always a prefix hit, the
-    fastest there can be.
+    The pool is large enough that nothing is evicted but on purpose: the full-context arm is then always a
+    prefix hit, the fastest there can be. The prompts are short, so LMCache's chunks have to be too. What
+    comes from Redis stays in L1, so that a turn finds there what an earlier one had to bring.
     """
-    return StackSpec(model=model, page_size=page_size, context_length=8192, max_total_tokens=49152)
+    return StackSpec(
+        model=model,
+        page_size=page_size,
+        chunk_size=-(-_CHUNK // page_size) * page_size,
+        context_length=8192,
+        max_total_tokens=49152,
+        l2="leyline",
+        server_module=True,
+        lmcache_args=("--l2-prefetch-policy", "retain"),
+    )
 
 
 @contextmanager
@@ -73,11 +124,17 @@ def servers(
     """
     if keep_as is None:
         with Stack(spec, on_progress=on_progress) as stack:
-            yield Running(stack.sglang_url, stack.journal_dir)
+            yield Running(stack.sglang_url, stack.journal_dir, stack.lmcache_url, stack.redis_url)
         return
     record = up(keep_as, spec, on_progress)
     try:
-        yield Running(str(record.endpoints["sglang"]["url"]), Path(record.endpoints["journal_dir"]))
+        ends = record.endpoints
+        yield Running(
+            str(ends["sglang"]["url"]),
+            Path(ends["journal_dir"]),
+            str(ends["lmcache"]["url"]),
+            str(ends["redis"]["url"]),
+        )
     except BaseException:
         down(keep_as)
         raise

@@ -67,10 +67,18 @@ def command(spec: StackSpec, device: str, port: int, http_port: int, redis_url: 
     if adapter is not None:
         options["--l2-adapter"] = json.dumps(adapter)
     if spec.server_module:
-        options["--server-module"] = json.dumps({"module_path": _MODULE, "config": dict(spec.server_options)})
+        options["--server-module"] = json.dumps({"module_path": _MODULE, "config": _module(spec, redis_url)})
     flat = [text for pair in options.items() for text in pair]
     argv = [sys.executable, "-c", _RUN, "server", *flat, "--disable-observability", *spec.lmcache_args]
     return Command("lmcache", argv, devices.server_env(device, {**_secrets(redis_url), **spec.env}))
+
+
+def _module(spec: StackSpec, redis_url: str | None) -> dict[str, Any]:
+    """The module's configuration; bases go where our adapter puts KV, unless it says otherwise."""
+    config = dict(spec.server_options)
+    if spec.l2 == "leyline" and redis_url is not None:
+        config.setdefault("redis", {"url": _split_password(redis_url)[0]})
+    return config
 
 
 def _split_password(url: str) -> tuple[str, str | None]:

@@ -12,8 +12,17 @@ import pytest
 from leyline_lmcache.demo import picture, screen
 from leyline_lmcache.demo.arms import envelope
 from leyline_lmcache.demo.dialect import Dialect
-from leyline_lmcache.demo.results import Arm, ArmTurn, Conversation, Served, TurnResult, Verdict, last_ops
-from leyline_lmcache.demo.scenario import MOST_TURNS, Message, write_scenario
+from leyline_lmcache.demo.results import (
+    Arm,
+    ArmTurn,
+    Conversation,
+    Served,
+    TurnResult,
+    Verdict,
+    condensed,
+    last_ops,
+)
+from leyline_lmcache.demo.scenario import MOST_TURNS, Message, Place, write_scenario
 from leyline_lmcache.demo.transcript import Replacement, Transcript
 from leyline_lmcache.directive import apply_directives
 from leyline_lmcache.envelope import parse_envelope
@@ -192,6 +201,25 @@ def test_the_last_ops_are_those_of_the_lineage() -> None:
     assert last_ops(records, "") == []
 
 
+def test_ops_of_one_kind_are_one_line() -> None:
+    def op(request: str, tier: Tier, kind: OpKind, shift: int, tokens: int) -> OpRecord:
+        return OpRecord(1.0, request, "abc", tier, kind, 1, tokens, shift, tokens * 9, 5)
+
+    ops = [
+        op("f", Tier.CPU, OpKind.COPY, 0, 10),
+        op("f", Tier.CPU, OpKind.COPY_ROTATE, -3, 20),
+        op("f", Tier.CPU, OpKind.COPY, 0, 5),
+        op("f", Tier.CPU, OpKind.COPY_ROTATE, -4, 20),
+        op("r", Tier.REDIS, OpKind.COPY_ROTATE, -4, 7),
+    ]
+    found = [(one.request, one.op, one.blocks, one.tokens, one.shift, one.micros) for one in condensed(ops)]
+    assert found == [
+        ("f", OpKind.COPY, 2, 15, 0, 10),
+        ("f", OpKind.COPY_ROTATE, 2, 40, 0, 10),
+        ("r", OpKind.COPY_ROTATE, 1, 7, -4, 5),
+    ]
+
+
 def test_the_screen_has_80_columns() -> None:
     made = conversation(served(), again="some long answer")
     lines = [screen.legend(), screen.column_heads()]
@@ -206,6 +234,25 @@ def test_the_screen_has_80_columns() -> None:
     assert "some l… ✗" in shown
     refused = conversation(served(outcome="fallback", reason="no_memory"))
     assert "no_memory" in "\n".join(line.plain for line in screen.turn_lines(refused.turns[1], 120))
+
+
+def test_the_screen_says_where_the_kv_came_from() -> None:
+    made = conversation(served(gpu=5, cpu=60))
+    turns = [replace(turn, place=place) for turn, place in zip(made.turns, Place, strict=False)]
+    turns.append(replace(turns[1], place=Place.REDIS))
+    shown = ["\n".join(line.plain for line in screen.turn_lines(turn, 120)) for turn in turns]
+    assert "emptied" not in shown[0]
+    assert "the GPU was emptied" in shown[1] and "KV came from: GPU 5  CPU 60  Redis ·" in shown[1]
+    assert "GPU and L1 were emptied" in shown[2]
+    whole = replace(made, turns=turns)
+    assert "GPU 10, CPU 120, Redis 0" in "\n".join(line.plain for line in screen.verdict_lines(whole))
+    summary = whole.to_json()["summary"]
+    assert (summary["turns_from_redis"], summary["tokens_from_cpu"]) == (1, 120)
+
+
+def test_in_two_turns_of_three_the_kv_leaves_the_gpu() -> None:
+    places = [turn.place for turn in write_scenario(7, 1).turns]
+    assert places == [*Place, *Place, Place.GPU]
 
 
 def test_small_parts_of_a_bar_are_seen() -> None:

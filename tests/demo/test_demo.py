@@ -93,6 +93,26 @@ def test_an_edit_that_is_not_spliced_is_not_a_success(
     assert "Not every edit was spliced" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.stack
+def test_the_contract_holds_from_every_tier(mark: str, tmp_path: Path) -> None:
+    demo = start(mark, tmp_path, "--turns", "6", "--seed", "2", "--json", "figures.json")
+    out, err = demo.communicate(timeout=400)
+    assert demo.returncode == 0, out + err
+    found = json.loads((tmp_path / "figures.json").read_text())
+    for turn in found["turns"]:
+        final = turn["arms"]["splice"]["final"]
+        nearer = {"gpu": [], "cpu": ["gpu"], "redis": ["gpu"]}[turn["place"]]
+        assert final[turn["place"]] > 200, turn
+        assert [final[tier] for tier in nearer] == [0 for _ in nearer], turn
+        # A chunk that the fill has just brought is in L1 for the request behind it.
+        assert final["cpu"] <= final["redis"] / 4 or turn["place"] == "cpu", turn
+        assert final["redis"] == 0 or turn["place"] == "redis", turn
+    assert {turn["place"] for turn in found["turns"]} == {"gpu", "cpu", "redis"}
+    assert {op["tier"] for op in found["last_plan"]} == {"gpu", "redis"}
+    assert processes(mark) == []
+
+
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_while_servers_start_it_leaves_nothing(
     mark: str, tmp_path: Path, how: signal.Signals, status: int
