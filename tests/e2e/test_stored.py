@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -18,6 +19,8 @@ from reference.model import Reference
 from reference.rules import Edit
 from support.specs import STACKS
 
+from leyline_lmcache.cli.checks import Status, check_module
+from leyline_lmcache.connector import wire
 from leyline_lmcache.journal import JournalReader
 from leyline_lmcache.ops import Tier
 from leyline_lmcache.stack import Stack, StackSpec
@@ -218,6 +221,31 @@ def test_a_view_is_shown_with_the_tiers_it_lies_in(nodes: tuple[Stack, Stack]) -
         assert (held(there, "gpu"), held(there, "cpu")) == (0, 0)
         refusal = view(there, "--cache-salt", "somebody")
         assert refusal.returncode == 3 and "unknown_base" in refusal.stderr
+
+
+def test_t10_the_doctor_finds_module_pairing_and_adapter(nodes: tuple[Stack, Stack]) -> None:
+    _, there = nodes
+    found = {check.name: check for check in check_module(there.lmcache_url)}
+    assert list(found) == ["module", "pairing", "bases", "l2 adapter"]
+    assert {check.status for check in found.values()} == {Status.OK}, found
+    hello = wire.Hello(instance=77, version="0.0.1")
+    answer = _module_call(there, wire.HELLO, wire.encode(hello))
+    assert not answer.success and "0.0.1" in answer.error
+    check = next(check for check in check_module(there.lmcache_url) if check.name == "pairing")
+    assert check.status is Status.FAIL
+    assert "0.0.1" in check.seen and version("leyline-lmcache") in check.seen
+
+
+def _module_call(stack: Stack, method: str, payload: bytes) -> Any:
+    from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
+    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+
+    client = RequestClientFactory.create("{}:{}".format(*stack.lmcache_address))
+    try:
+        request = ServerModuleCallRequest(method=method, payload=payload)
+        return client.server_module_call(request).result(30)
+    finally:
+        client.close()
 
 
 def test_i7_a_base_of_another_tenant_is_unknown_on_every_node(nodes: tuple[Stack, Stack]) -> None:
