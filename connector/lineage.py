@@ -131,19 +131,6 @@ def tagged(tokens: Tokens, tag: int) -> Tokens:
     return tokens | (tag << TAG_SHIFT) if tag else tokens
 
 
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Length of the longest common prefix. Looks at the first tokens alone where they differ."""
-    n, first = min(len(a), len(b)), 0
-    step = 64
-    while first < n:
-        last = min(n, first + step)
-        differ = np.flatnonzero(a[first:last] != b[first:last])
-        if len(differ):
-            return first + int(differ[0])
-        first, step = last, step * 8
-    return n
-
-
 def tag_at(keys: Tokens, position: int) -> int:
     """The tag of one key."""
     return int(keys[position]) >> TAG_SHIFT

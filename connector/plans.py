@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from leyline_lmcache.diff import common_prefix
 from leyline_lmcache.directive import Directive, Mode, normalize
 from leyline_lmcache.ranges import Range
 from leyline_lmcache.reasons import Fallback, FallbackReason
@@ -25,7 +26,6 @@ from .lineage import (
     Roundings,
     Tokens,
     as_tokens,
-    common_prefix,
     key_array,
     tag_at,
     tagged,

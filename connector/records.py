@@ -6,10 +6,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from leyline_lmcache.diff import common_prefix
 from leyline_lmcache.ranges import Range, merge, subtract
 from leyline_lmcache.view import BufferId, View
 
-from .lineage import Roundings, Tokens, common_prefix, untagged
+from .lineage import Roundings, Tokens, untagged
 from .packs import BufferInfo
 
 
