@@ -48,8 +48,8 @@ def server(running: LMCacheServer) -> LMCacheServer:
 class Peer:
     """An engine's KV pool and its connector."""
 
-    def __init__(self, server: LMCacheServer) -> None:
-        self.engine = Engine(1, 512)
+    def __init__(self, server: LMCacheServer, page: int = 1) -> None:
+        self.engine = Engine(page, 512)
         self.connector = server.connector(self.engine, ReconnectingConnector)
         self._count = 0
 
@@ -127,16 +127,27 @@ def unlocked(server: LMCacheServer) -> None:
     wait_for(lambda: not any(server.l1()[name] for name in names), f"no lock is left: {server.l1()}")
 
 
-def test_stored_kv_comes_back_bit_for_bit(server: LMCacheServer, peer: Peer) -> None:
-    tokens, slots = peer.fill(1)
-    assert peer.store(tokens, slots)
-    loaded = peer.load(tokens)
-    assert loaded is not None and torch.equal(loaded, peer.rows(slots))
-    unlocked(server)
+@pytest.mark.parametrize("page", [1, CHUNK])
+def test_stored_kv_comes_back_bit_for_bit_also_after_a_hang(server: LMCacheServer, page: int) -> None:
+    peer = Peer(server, page)
+    try:
+        tokens, slots = peer.fill(page)
+        assert peer.store(tokens, slots)
+        for hang in (True, False):
+            loaded = peer.load(tokens)
+            assert loaded is not None and torch.equal(loaded, peer.rows(slots))
+            before = peer.connector.instance_id
+            if hang:
+                with server.hung(), at_once():
+                    assert peer.load(tokens) is None
+                peer.wait_back(before)
+        unlocked(server)
+    finally:
+        peer.connector.close()
 
 
 def test_t9_killed_then_back(server: LMCacheServer, peer: Peer) -> None:
-    tokens, slots = peer.fill(2)
+    tokens, slots = peer.fill(102)
     assert peer.store(tokens, slots)
     before = peer.connector.instance_id
     server.kill()
@@ -156,7 +167,7 @@ def test_t9_killed_then_back(server: LMCacheServer, peer: Peer) -> None:
 
 
 def test_t9_hung_then_back_leaves_no_lock(server: LMCacheServer, peer: Peer) -> None:
-    tokens, slots = peer.fill(3)
+    tokens, slots = peer.fill(103)
     assert peer.store(tokens, slots)
     before = peer.connector.instance_id
     held = peer.look(tokens, "held")
