@@ -22,12 +22,30 @@ CORE = [
 ]
 
 
-def test_the_core_imports_nothing_heavy_and_nothing_above_it() -> None:
-    program = "import sys\n" + "".join(f"import leyline_lmcache.{name}\n" for name in CORE)
+COMPARING = ["diff"]
+"""Works on arrays of tokens."""
+
+HEAVY = {"torch", "sglang", "lmcache", "transformers", "triton", "redis"}
+
+
+def imported(names: list[str]) -> set[str]:
+    program = "import sys\n" + "".join(f"import leyline_lmcache.{name}\n" for name in names)
     program += "print(*sorted(sys.modules))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     run = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
-    loaded = set(run.stdout.split())
-    assert not loaded & {"torch", "sglang", "lmcache", "numpy", "transformers", "triton", "redis"}
+    return set(run.stdout.split())
+
+
+def test_what_compares_tokens_imports_nothing_heavy_but_numpy() -> None:
+    loaded = imported(COMPARING)
+    assert not loaded & HEAVY
+    assert {name for name in loaded if name.startswith("leyline_lmcache.")} <= {
+        f"leyline_lmcache.{name}" for name in CORE + COMPARING
+    }
+
+
+def test_the_core_imports_nothing_heavy_and_nothing_above_it() -> None:
+    loaded = imported(CORE)
+    assert not loaded & {*HEAVY, "numpy"}
     ours = {name for name in loaded if name.startswith("leyline_lmcache.")}
     assert ours == {f"leyline_lmcache.{name}" for name in CORE}
