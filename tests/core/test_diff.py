@@ -190,7 +190,7 @@ HARD = {
 
 @pytest.mark.parametrize("name", list(HARD))
 def test_worst_cases_end(name: str) -> None:
-    """A quadratic comparison would run into the time-out of the tests. How long they take: benchmarks/diff.py."""
+    """A quadratic comparison would run into the time-out of the tests; benchmarks/diff.py has the times."""
     base, prompt = HARD[name]
     found = diff(base, prompt)
     assert made(base, found)[: found.reach] == prompt[: found.reach]

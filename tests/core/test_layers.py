@@ -22,7 +22,7 @@ CORE = [
 ]
 
 
-COMPARING = ["diff"]
+COMPARING = ["diff", "sessions"]
 """Works on arrays of tokens."""
 
 HEAVY = {"torch", "sglang", "lmcache", "transformers", "triton", "redis"}
