@@ -268,6 +268,7 @@ def summary(tallies: Sequence[Tally], cases: Sequence[Case]) -> dict[str, Figure
     """
     product = [each for each in tallies if not each.setting.control]
     controls = [each for each in tallies if each.setting.control]
+    behind = [each for each in product if each.setting.source is not Source.GPU]
     whole = [
         each
         for each in product
@@ -277,6 +278,7 @@ def summary(tallies: Sequence[Tally], cases: Sequence[Case]) -> dict[str, Figure
         "cases": len(cases) if whole else max(each.cases for each in tallies),
         "splice_equals_full": min((each.splice_equals_full for each in whole or product), default=None),
         "reprefill_equals_full": max((each.reprefill_equals_full for each in whole or product), default=None),
+        "splice_equals_full_from_tiers": min((each.splice_equals_full for each in behind), default=None),
         "comparisons": sum(each.cases for each in product),
         # Nothing asked, nothing shown: a control alone says nothing about the product.
         "contract_holds": all(each.holds for each in product) if product else None,
