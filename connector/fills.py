@@ -26,6 +26,7 @@ from leyline_lmcache.reasons import Fallback
 
 from . import hints
 from .plans import fill_ranges
+from .session_edits import SessionEdits, Turn
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -60,12 +61,14 @@ class FillRunner:
 
     def __init__(self, settings: Settings) -> None:
         self._min_reuse = settings.min_reuse
+        self._sessions = SessionEdits(settings)
         self._filling: dict[str, _Filling] = {}
 
     async def generate(
         self, original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
     ) -> AsyncIterator[Any]:
         """In place of ``generate_request``: fills first, then the request; unpacks the reports."""
+        turn = await self._turn(manager, obj) if isinstance(obj, GenerateReqInput) else None
         raws = _envelopes(obj) if isinstance(obj, GenerateReqInput) else []
         aborted: list[str] = []
         if any(raw is not None for raw in raws):
@@ -90,11 +93,52 @@ class FillRunner:
         late = asyncio.ensure_future(_abort_when_sent(manager, aborted)) if aborted else None
         try:
             async with aclosing(original(manager, obj, request)) as answers:  # type: ignore[type-var]
+                output: list[int] = []
                 async for answer in answers:
-                    yield _unpacked(answer)
+                    unpacked = _unpacked(answer)
+                    if turn is not None:
+                        output = _collect(output, manager, obj, unpacked)
+                        unpacked = self._tell(turn, unpacked, output)
+                    yield unpacked
         finally:
             if late is not None:
                 late.cancel()
+
+    # ------------------------------------------------------------------ sessions
+
+    async def _turn(self, manager: Any, obj: GenerateReqInput) -> Turn | None:
+        """What a session makes of a request; a fault of ours costs the splice, never the request.
+
+        Raises:
+            ValueError: the client's options are malformed (an HTTP 400).
+        """
+        if not self._sessions.wanted(obj) or not _is_single(obj):
+            return None
+        if obj.contains_mm_input() or obj.input_embeds is not None:
+            return None
+        try:
+            has_directives = any(raw is not None for raw in _envelopes(obj))
+            prompt = await _prompt(manager, obj, 0)
+            return await self._sessions.begin(obj, prompt, has_directives=has_directives)
+        except Exception:
+            log.exception("the edits of request %s could not be derived", obj.rid)
+            return None
+
+    def _tell(self, turn: Turn, answer: Any, output: list[int]) -> Any:
+        """Remember a finished answer, and let the report say what the session did."""
+        meta = answer.get("meta_info") if isinstance(answer, dict) else None
+        if meta is None or meta.get("finish_reason") is None:
+            return answer
+        self._sessions.answered(turn, answer, output)
+        if turn.derived is not None and isinstance(meta.get("leyline"), dict):
+            derived = turn.derived
+            meta["leyline"]["session"] = {
+                "base": derived.base.response,
+                "changes": len(derived.diff.changes),
+                "kept": derived.diff.kept,
+                "diff_ms": round(turn.diff_ms, 3),
+            }
+        return answer
 
     def abort(
         self, original: Callable[..., Any], manager: Any, rid: str = "", abort_all: bool = False
@@ -307,6 +351,17 @@ def _aborted(obj: GenerateReqInput, rids: list[str], lengths: list[int], last: d
         answer: dict[str, Any] = {"text": "", "output_ids": [], "meta_info": meta}
         answers.append(answer if single else answer | {"index": index})
     return answers[0] if single else answers
+
+
+def _collect(output: list[int], manager: Any, obj: GenerateReqInput, answer: Any) -> list[int]:
+    """Token ids so far: SGLang repeats all of them in each part of a stream, or sends what is new."""
+    ids: list[int] | None = answer.get("output_ids") if isinstance(answer, dict) else None
+    if not ids:
+        return output
+    if obj.stream and manager.incremental_streaming_output:
+        output.extend(ids)
+        return output
+    return ids
 
 
 def _unpacked(answer: Any) -> Any:

@@ -491,7 +491,8 @@ class GpuTier:
             record, lineage = self._edited_record(req.rid, plan, token_ids, tokens), plan.tail.fingerprint
         info = BufferInfo(record.buffer, tokens, lineage)
         self._records.add(record, [info])
-        if self._lookups is not None:
+        if self._lookups is not None and self._lookups.available:
+            # Without our module nobody could find a pack.
             state.packings = self._pack(record, info, plan, self._lookups.chunk_size)
             for packing in state.packings:
                 self._records.learn(packing.info)

@@ -42,6 +42,9 @@ _CALL_TIMEOUT_S = 5.0
 """Of one step of a copy. A server that answers the watch but not this has lost its workers."""
 _JOIN_TIMEOUT_S = 2.0
 """Of one step of coming back."""
+_SEEK_EVERY_S = 60.0
+"""How often our module is looked for in a server that does not have it."""
+
 _GREET_EVERY_S = 2.0
 _SETTLE_S = 2.0
 _SAY_EVERY_S = 10.0
@@ -214,7 +217,8 @@ class ReconnectingConnector(UnifiedLMCacheMPConnector):
         """Notice a server that forgot us, or was replaced behind an address that stayed connected."""
         now = time.monotonic()
         if self._question is None:
-            if now - self._asked > _GREET_EVERY_S:
+            # A server without our module complains of each question in its log.
+            if now - self._asked > (_GREET_EVERY_S if session.boot is not None else _SEEK_EVERY_S):
                 self._question, self._asked = self._hello(session), now
             return
         if not self._question.query():

@@ -23,6 +23,8 @@ _COUNTS = (
     "drift_limit",
     "tier_running",
     "tier_waiting",
+    "max_sessions",
+    "max_session_views",
     "max_records",
     "max_lineages",
     "journal_max_files",
@@ -56,6 +58,15 @@ class Invalidate(StrEnum):
     """It is deleted from the shared store too. Not an erasure: see FORGET."""
 
 
+class SessionMode(StrEnum):
+    """What is done with requests that name a session and no directives."""
+
+    OFF = "off"
+    """Nothing."""
+    AMORTIZE = "amortize"
+    """They are compared with the session's earlier views, and what was kept is spliced."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Options of the SGLang plugin.
@@ -71,6 +82,10 @@ class Settings:
         invalidate: see :class:`Invalidate`.
         drift_limit: roundings a key may accumulate through in-place rotations before its view is
             prefilled again.
+        session_mode: see :class:`SessionMode`; a request may say otherwise.
+        max_sessions: sessions remembered.
+        max_session_views: answers remembered of each.
+        max_session_tokens: tokens over all of them, 4 bytes each, in SGLang's main process.
         max_records: responses remembered as bases.
         max_record_tokens: tokens over all remembered bases (8 bytes each, twice).
         max_lineages: edit lineages remembered.
@@ -88,6 +103,10 @@ class Settings:
     tier_waiting: int = 256
     prefetch: bool = True
     invalidate: Invalidate = Invalidate.KEEP
+    session_mode: SessionMode = SessionMode.OFF
+    max_sessions: int = 4096
+    max_session_views: int = 8
+    max_session_tokens: int = 64 * 1024 * 1024
     max_records: int = 4096
     max_record_tokens: int = 64 * 1024 * 1024
     max_lineages: int = 65536
@@ -128,6 +147,9 @@ class Settings:
                 checked[key] = _choice(key, value, InPlace)
             elif key == "invalidate":
                 checked[key] = _choice(key, value, Invalidate)
+            elif key == "session_mode":
+                # YAML reads a bare off as false.
+                checked[key] = _choice(key, "off" if value is False else value, SessionMode)
             elif key == "prefetch":
                 if not isinstance(value, bool):
                     raise SettingsError(f"{key}: expected true or false, got {value!r}")

@@ -215,8 +215,8 @@ class StoredTier:
             return Call(self.ranks, None, type(error).__name__)
 
     def send(self, method: str, message: wire.Message) -> None:
-        """Fire and forget, bounded."""
-        if not self.ranks.leads:
+        """Fire and forget, bounded. Nothing is sent to a server that could not answer."""
+        if not self.ranks.leads or self._connector.welcome is None:
             return
         self._publishing = [future for future in self._publishing if not future.query()]
         if len(self._publishing) >= _MAX_PUBLISHING and method == wire.PUBLISH:
@@ -243,7 +243,7 @@ class StoredTier:
     @property
     def available(self) -> bool:
         """Whether our module can be asked now: not while the server is away or came back without it."""
-        return bool(self.ranks.tell(self._connector.welcome is not None))
+        return bool(self.ranks.largest(int(self.ranks.leads and self._connector.welcome is not None)))
 
     def salt(self, namespace: Namespace, lineage: bytes) -> str:
         """LMCache's cache salt for KV of a lineage; exact KV has SGLang's own."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from leyline_lmcache.connector.settings import InPlace, Settings, SettingsError
+from leyline_lmcache.connector.settings import InPlace, SessionMode, Settings, SettingsError
 
 
 def test_defaults_need_no_file() -> None:
@@ -31,6 +31,11 @@ def test_order_lmcache_file_then_own_file_then_environment(tmp_path: Path) -> No
     assert found.journal_dir == tmp_path
 
 
+def test_a_bare_off_is_a_mode_whatever_yaml_makes_of_it() -> None:
+    assert Settings.load({"LEYLINE_SESSION_MODE": "off"}).session_mode is SessionMode.OFF
+    assert Settings.load({"LEYLINE_SESSION_MODE": "amortize"}).session_mode is SessionMode.AMORTIZE
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
@@ -41,6 +46,8 @@ def test_order_lmcache_file_then_own_file_then_environment(tmp_path: Path) -> No
         ({"inplace": "sometimes"}, "inplace: expected one of auto, always, never"),
         ({"inplace": None}, "inplace: expected one of"),
         ({"invalidate": "forget"}, "invalidate: expected one of keep, release, delete"),
+        ({"session_mode": "forget"}, "session_mode: expected one of off, amortize"),
+        ({"max_sessions": 0}, "max_sessions: expected an integer from 1"),
         ({"prefetch": "yes"}, "prefetch: expected true or false"),
         ({"tier_running": 0}, "tier_running: expected an integer from 1"),
         ({"tier_waiting": 1.5}, "tier_waiting: expected an integer"),
