@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -13,7 +16,7 @@ from leyline_lmcache.stack import Stack
 from leyline_lmcache.stack.client import Client
 from leyline_lmcache.stack.device import detect
 
-from .driver import Twin, edited, envelope, quiet_log, spliced, tokens, whole_pool
+from .driver import Twin, edited, envelope, eventually, quiet_log, report, spliced, tokens, whole_pool
 
 pytestmark = [
     pytest.mark.stack,
@@ -75,4 +78,31 @@ def test_what_left_both_gpus_is_loaded_by_both(stack: Stack, twin: Twin, client:
 def test_a_base_that_nobody_knows_is_refused_by_both(twin: Twin, client: Client) -> None:
     answer = twin.ask(tokens(100, "nobody"), max_new_tokens=2, kv_hints=envelope("elsewhere", (0, 5, [])))
     assert answer.meta["leyline"]["reason"] == "unknown_base"
+    whole_pool(client)
+
+
+def test_t9_a_hung_lmcache_server_is_left_and_joined_by_both(
+    stack: Stack, twin: Twin, client: Client
+) -> None:
+    """Each rank notices for itself; a moment in which only one has noticed must not part them."""
+    base = twin.base(tokens(600, "hung"))
+    edit = (50, 80, tokens(4, "hung edit"))
+    pid = stack.server("lmcache").pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for number in range(3):
+            twin.edit(base, [edit], tokens(10, number))
+        twin.base(tokens(300, "while it hangs"))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+    def served_from_cpu() -> bool:
+        new = twin.base(tokens(608, ("back", time.monotonic())))
+        client.wait_idle()
+        assert client.flush_cache()
+        prompt = edited(new.tokens, edit) + tokens(10, "turn")
+        said = report(twin.ask(prompt, max_new_tokens=5, kv_hints=envelope(new.id, edit)))
+        return said is not None and said["outcome"] == "spliced" and said["tiers"]["cpu"] > 0
+
+    eventually(served_from_cpu, "both ranks use the server again")
     whole_pool(client)
