@@ -296,7 +296,7 @@ class GpuTier:
         """The first fill declares its edit: what comes behind it can be brought nearer meanwhile."""
         if self._lookups is None or self._splicer is None or not self._settings.prefetch:
             return
-        if plan.kind is Kind.FILL and len(plan.fills) == 1:
+        if plan.kind is Kind.FILL and len(plan.fills) == 1 and self._lookups.available:
             missing = self._splicer.missing(plan.whole, plan.target, plan.whole.length, plan.record)
             parts = chunks_of(plan.whole, missing, self._records.info, self._lookups.chunk_size)
             self._lookups.prefetch(state.directives, plan.record.namespace, parts)

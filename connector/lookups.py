@@ -91,7 +91,7 @@ class Lookups:
         )
         self._running[rid] = (req, job)
         try:
-            self._queue.submit(rid, job, Priority.LOAD)
+            self._queue.submit(_load(rid), job, Priority.LOAD)
         except Exception as error:
             self._fail(rid, error)
         return rid in self._running
@@ -103,7 +103,7 @@ class Lookups:
             return None
         job = running[1]
         try:
-            if not self._queue.poll(rid):
+            if not self._queue.poll(_load(rid)):
                 return False
         except Exception as error:
             self._fail(rid, error)
@@ -121,7 +121,7 @@ class Lookups:
         """The request is over: give back what it still holds."""
         self._wanted.pop(rid, None)
         self._running.pop(rid, None)
-        self._queue.cancel(rid)
+        self._queue.cancel(_load(rid))
         ready = self._ready.pop(rid, None)
         if ready is not None:
             ready.release()
@@ -194,8 +194,9 @@ class Lookups:
         for name in self._queue.background():
             try:
                 self._queue.poll(name)
-            except Fallback as why:
-                log.debug("%s: %s", name, why)
+            except Exception as why:
+                # An exception here would end the scheduler.
+                log.debug("%s: %s", name, why, exc_info=not isinstance(why, Fallback))
                 self._settle(name)
         oldest = next(iter(self._ahead), None)
         if oldest is not None and self._ahead[oldest][1].is_expired():
@@ -217,3 +218,8 @@ class Lookups:
     def _name(self, what: str) -> str:
         self._count += 1
         return f"{what} {self._count}"
+
+
+def _load(rid: str) -> str:
+    """A request's job; clients choose ids as they like."""
+    return f"load {rid}"
