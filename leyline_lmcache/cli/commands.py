@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "ops": Entry("leyline_lmcache.cli.ops", "List or follow the ops that were executed."),
         "view": Entry("leyline_lmcache.cli.view", "Show a response's pieces and the tiers they lie in."),
         "doctor": Entry("leyline_lmcache.cli.doctor", "Check the installation and the servers around it."),
+        "gateway": Entry("leyline_lmcache.cli.gateway", "Serve the OpenAI API in front of SGLang servers."),
         "demo": Entry("leyline_lmcache.cli.demo", "Watch an agent edit its history, in three arms."),
     }
 )

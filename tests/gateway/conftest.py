@@ -1,0 +1,49 @@
+"""Fixtures: a server, two servers, and gateways in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from leyline_lmcache.gateway.settings import GatewaySettings
+
+from .servers import Running, Server, serving
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Server, Server]]:
+    made = (Server(), Server())
+    yield made
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """`start([server], "limits: {concurrent: 1}")`; servers are named a, b, …"""
+    with ExitStack() as stack:
+
+        def run(
+            servers: Sequence[Server], text: str = "", *, policies: Any = None, **environ: str
+        ) -> Running:
+            names = "abcdefgh"
+            listed = "".join(f"- {{name: {names[i]}, url: '{each.url}'}}\n" for i, each in enumerate(servers))
+            text = f"listen: {{port: 0}}\nbackends:\n{listed}{text}"
+            if "health:" not in text:
+                text += "\nhealth: {interval_s: 0.05}\n"
+            settings = GatewaySettings.parse(text, "test.yaml", environ)
+            return stack.enter_context(serving(settings, policies))
+
+        yield run
