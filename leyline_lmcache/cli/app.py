@@ -50,8 +50,11 @@ def _register(app: typer.Typer, name: str, entry: Entry, *, called: bool) -> Non
     if not called:
         app.command(name, help=entry.summary)(_placeholder)
         return
-    run = importlib.import_module(entry.module).run
-    app.command(name, short_help=entry.summary, epilog=_EPILOG, context_settings=_CONTEXT)(run)
+    module = importlib.import_module(entry.module)
+    if hasattr(module, "app"):
+        app.add_typer(module.app, name=name, short_help=entry.summary, epilog=_EPILOG)
+        return
+    app.command(name, short_help=entry.summary, epilog=_EPILOG, context_settings=_CONTEXT)(module.run)
 
 
 def build(argv: Sequence[str]) -> typer.Typer:

@@ -12,7 +12,8 @@ class Entry:
     """One sub-command.
 
     Attributes:
-        module: where it is; its function ``run`` takes the options, its docstring is the help text.
+        module: where it is; its function ``run`` takes the options, its docstring is the help text. Or it has
+            an ``app`` with sub-commands of its own.
         summary: the line that ``leyline --help`` shows.
     """
 
@@ -29,6 +30,9 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
         "ops": Entry("leyline_lmcache.cli.ops", "List or follow the ops that were executed."),
         "view": Entry("leyline_lmcache.cli.view", "Show a response's pieces and the tiers they lie in."),
         "doctor": Entry("leyline_lmcache.cli.doctor", "Check the installation and the servers around it."),
+        "policy": Entry(
+            "leyline_lmcache.cli.policy", "Try policies on recorded conversations, or list them."
+        ),
         "gateway": Entry("leyline_lmcache.cli.gateway", "Serve the OpenAI API in front of SGLang servers."),
         "demo": Entry("leyline_lmcache.cli.demo", "Watch an agent edit its history, in three arms."),
     }
