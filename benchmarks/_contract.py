@@ -358,9 +358,14 @@ class Outcome:
 
     @property
     def is_from_source(self) -> bool:
-        """All kept KV came from there, as the report says; where an endpoint shows none nothing is known."""
+        """Kept KV came from there, as the report says; where an endpoint shows none nothing is known.
+
+        None of it lay nearer, but for chunks that one fill brought to L1 and the next needed too.
+        """
         tiers = (self.replies[Arm.SPLICE].report or {}).get("tiers") or {}
-        return bool(tiers) and tiers[self.source.tier] == sum(tiers.values())
+        if not tiers or self.source is Source.GPU:
+            return bool(tiers) and tiers["gpu"] == sum(tiers.values())
+        return tiers["gpu"] == 0 and 2 * tiers[self.source.tier] > sum(tiers.values())
 
     @property
     def is_spliced(self) -> bool:

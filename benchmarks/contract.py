@@ -12,8 +12,8 @@ Plan: all cases on ``/generate`` for each dtype and page size; on the other endp
 one cache, a fourth of them, spread over all kinds; and, as a control, all of them on a server that does not
 turn the keys it moves (a plugin in control/ sees to that): the contract has to break there, or the benchmark
 would notice nothing. Then all of them with the base's KV in LMCache's L1, in Redis, and on another node
-(``--tiers``: only those), in chunks of four tokens; ``from_source`` counts the cases whose kept KV all came
-from there.
+(``--tiers``: only those), in chunks of four tokens; ``from_source`` counts the cases whose kept KV came from
+there. A base's last tokens that fill no chunk are not stored, and a fact in them is lost.
 
 ``cached`` is the part of the prompt's tokens that SGLang found in its cache; ``filled`` the part among them
 that the plugin had it prefill, just before, for the replacements. Arms that do not share a cache find
@@ -220,7 +220,13 @@ def measure(plan: Sequence[Setting], options: argparse.Namespace) -> list[tuple[
                 url = f"redis://127.0.0.1:{port}"
                 # The prompts are short; with LMCache's usual chunks they would not be stored at all.
                 spec = replace(
-                    spec, chunk_size=4, server_module=True, l2="leyline", server_options=shared(url)
+                    spec,
+                    chunk_size=4,
+                    # All bases and all arms, so that nothing leaves L1 by itself.
+                    l1_size_gb=4.0,
+                    server_module=True,
+                    l2="leyline",
+                    server_options=shared(url),
                 )
                 stack = running.enter_context(Stack(replace(spec, redis_port=port)))
                 if two:
@@ -278,7 +284,8 @@ def summary(tallies: Sequence[Tally], cases: Sequence[Case]) -> dict[str, Figure
         "cases": len(cases) if whole else max(each.cases for each in tallies),
         "splice_equals_full": min((each.splice_equals_full for each in whole or product), default=None),
         "reprefill_equals_full": max((each.reprefill_equals_full for each in whole or product), default=None),
-        "splice_equals_full_from_tiers": min((each.splice_equals_full for each in behind), default=None),
+        "splice_equals_full_from_tiers": sum(each.splice_equals_full_bound for each in behind) or None,
+        "fact_kept_from_tiers": sum(each.fact_kept for each in behind) or None,
         "comparisons": sum(each.cases for each in product),
         # Nothing asked, nothing shown: a control alone says nothing about the product.
         "contract_holds": all(each.holds for each in product) if product else None,

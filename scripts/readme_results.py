@@ -25,7 +25,12 @@ ROWS = (
     ("edit_latency", "{edited_over_hit_8k}", "the same, 8 k tokens", "1.1"),
     ("edit_latency", "{edited_over_reprefill_2k}", "edited request over re-prefill, 2 k tokens", ""),
     ("edit_latency", "{edited_over_reprefill_8k}", "the same, 8 k tokens", ""),
-    ("contract", "{splice_equals_full_from_tiers} of {cases}", "splice, from L1, Redis, another node", "all"),
+    (
+        "contract",
+        "{splice_equals_full_from_tiers} of {fact_kept_from_tiers}",
+        "the same with the KV in L1, in Redis, on another node",
+        "all",
+    ),
     ("tiers", "{reused_fraction_l1:.0%}", "of an edited prompt loaded from L1", "85%"),
     ("tiers", "{reused_fraction_redis:.0%}", "from Redis", "85%"),
     ("tiers", "{reused_fraction_other_node:.0%}", "on another node", "85%"),
