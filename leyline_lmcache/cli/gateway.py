@@ -59,7 +59,7 @@ def run(
         raise CliError(str(error), ExitCode.USAGE) from None
     changed: dict[str, Any] = {"host": host, "port": port}
     settings = replace(settings, **{key: value for key, value in changed.items() if value is not None})
-    gateway = Gateway(settings, {})
+    gateway = Gateway(settings)
     if check:
         _show(settings, as_json)
         return

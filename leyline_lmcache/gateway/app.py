@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from leyline_lmcache.gateway import sessions, usage
-from leyline_lmcache.gateway.editing import Editor, Policy
+from leyline_lmcache.gateway.editing import Editor
 from leyline_lmcache.gateway.errors import ApiError, ClientGone
 from leyline_lmcache.gateway.limits import Gate, read_body
 from leyline_lmcache.gateway.metrics import CONTENT_TYPE, Metrics
@@ -69,7 +69,7 @@ class _Exchange:
 class Gateway:
     """Everything between a client and the servers."""
 
-    def __init__(self, settings: GatewaySettings, policies: Mapping[str, Policy]) -> None:
+    def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self.metrics = Metrics()
         self.router = Router(
@@ -80,7 +80,7 @@ class Gateway:
         )
         self.draining = False
         self._tenants = Tenants(settings)
-        self._editor = Editor(policies, self.metrics)
+        self._editor = Editor(settings.policies, settings.on_policy_error, self.metrics)
         self._gate = Gate(settings.limits.concurrent)
         self.metrics.running.set_function(lambda: self._gate.running)
         for backend in settings.backends:
@@ -111,6 +111,12 @@ class Gateway:
         except ClientGone:
             code = "client_gone"
             self.metrics.errors.labels(code).inc()
+        finally:
+            self._note(exchange, code)
+
+    def _note(self, exchange: _Exchange, code: str) -> None:
+        """Count and log a request that is done with."""
+        endpoint = exchange.endpoint
         seconds = time.monotonic() - exchange.begun
         status = "none" if exchange.status is None else str(exchange.status)
         self.metrics.requests.labels(endpoint, exchange.tenant, status).inc()
@@ -189,7 +195,7 @@ class Gateway:
 
     async def _relay(self, exchange: _Exchange, answer: Answer, asked: usage.Request) -> None:
         headers = {name: answer.headers[name] for name in _PASSED_BACK if name in answer.headers}
-        if exchange.session is not None and exchange.session.name.isascii():
+        if exchange.session is not None and sessions.is_header(exchange.session.name):
             headers[sessions.HEADER] = exchange.session.name
         if answer.stream is None:
             content = answer.body

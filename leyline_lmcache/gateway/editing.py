@@ -1,51 +1,73 @@
-"""The policies of a request: its tenant's, or the one it brings along."""
+"""The policies of a request: the one it brings along, then its tenant's."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from leyline_lmcache.gateway.errors import ApiError
 from leyline_lmcache.gateway.metrics import Metrics
+from leyline_lmcache.gateway.settings import OnPolicyError
+from leyline_lmcache.policies import ConfigError, Policy, apply, from_context_management
 
 log = logging.getLogger(__name__)
 
-Message = dict[str, Any]
-
-
-class Policy(Protocol):
-    """Rewrites a conversation."""
-
-    def transform(self, messages: list[Message], turn_idx: int) -> list[Message]:
-        """The messages that the model shall see."""
+FIELD = "context_management"
+_ITS_OWN = "context_management"
 
 
 class Editor:
     """Applies policies to requests."""
 
-    def __init__(self, policies: Mapping[str, Policy], metrics: Metrics) -> None:
+    def __init__(self, policies: Mapping[str, Policy], on_error: OnPolicyError, metrics: Metrics) -> None:
         self._policies = policies
+        self._on_error = on_error
         self._metrics = metrics
 
     async def edit(self, body: dict[str, Any], policy: str | None) -> None:
-        """Apply a policy to the messages of a request; ``body`` is changed.
+        """Apply to the messages of a request what it asks for itself, and then a policy.
 
-        A policy that fails leaves them as they are: the request is answered all the same.
+        Args:
+            body: the request, which is changed.
+            policy: its tenant's, by name. What a request asks for does not replace it.
+
+        Raises:
+            ApiError: 400, what it asks for is malformed; 500, a policy failed and must not be left out.
         """
+        asked = body.pop(FIELD, None)
+        steps: list[tuple[str, Policy]] = []
+        if asked is not None:
+            try:
+                steps.append((_ITS_OWN, from_context_management(asked)))
+            except ConfigError as error:
+                raise ApiError(400, "invalid_context_management", str(error), param=FIELD) from None
+        if policy is not None:
+            steps.append((policy, self._policies[policy]))
         messages = body.get("messages")
         # What are no messages is for the server to refuse, in its own words.
-        if policy is None or not isinstance(messages, list):
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             return
-        if not all(isinstance(message, dict) for message in messages):
-            return
-        turn = sum(message.get("role") == "assistant" for message in messages)
+        for name, step in steps:
+            body["messages"] = messages = await self._apply(name, step, messages)
+
+    async def _apply(self, name: str, policy: Policy, messages: list[Any]) -> list[Any]:
         try:
-            edited = await asyncio.to_thread(self._policies[policy].transform, messages, turn)
+            edited = await asyncio.to_thread(_plain, policy, messages)
         except Exception as error:
             # Its type only: the text may quote the conversation.
-            log.error("policy %s failed: %s", policy, type(error).__name__)
-            self._metrics.policies.labels(policy, "failed").inc()
-            return
-        self._metrics.policies.labels(policy, "unchanged" if edited == messages else "changed").inc()
-        body["messages"] = edited
+            log.error("policy %s failed: %s", name, type(error).__name__)
+            self._metrics.policies.labels(name, "failed").inc()
+            if self._on_error is OnPolicyError.REFUSE:
+                raise ApiError(500, "policy_failed", f"policy {name} failed on these messages") from None
+            return messages
+        self._metrics.policies.labels(name, "unchanged" if edited == messages else "changed").inc()
+        return edited
+
+
+def _plain(policy: Policy, messages: list[Any]) -> list[Any]:
+    """What a policy, perhaps a stranger's, makes of messages, as plain data that can be sent."""
+    edited: list[Any] = json.loads(json.dumps([dict(message) for message in apply(policy, messages)]))
+    return edited

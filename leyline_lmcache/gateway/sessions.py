@@ -84,8 +84,13 @@ def routing_key(body: Mapping[str, Any], caller: str, session: Session | None) -
     return _hash(f"{caller}\0{conversation_head(body)}")
 
 
+def is_header(name: str) -> bool:
+    """Whether a session's name can be sent as a header."""
+    return 0 < len(name) <= _LONGEST and name.isascii() and name.isprintable()
+
+
 def _checked(header: str) -> str:
-    if not header or len(header) > _LONGEST or not header.isascii() or not header.isprintable():
+    if not is_header(header):
         raise ApiError(
             400, "invalid_session", f"{HEADER}: expected 1 to {_LONGEST} printable ASCII characters"
         )

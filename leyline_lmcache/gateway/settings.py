@@ -8,12 +8,22 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 from urllib.parse import urlsplit
 
-from leyline_lmcache.gateway.document import ConfigError, Section, parse_document, read_document
+from leyline_lmcache.gateway.section import Section
+from leyline_lmcache.policies import ConfigError, Document, Policy, build
 
-__all__ = ["Backend", "ConfigError", "GatewaySettings", "KeyCheck", "Limits", "Mode", "Source", "Tenant"]
+__all__ = [
+    "Backend",
+    "ConfigError",
+    "GatewaySettings",
+    "KeyCheck",
+    "Limits",
+    "Mode",
+    "OnPolicyError",
+    "Source",
+    "Tenant",
+]
 
 
 class KeyCheck(StrEnum):
@@ -30,6 +40,15 @@ class Mode(StrEnum):
 
     AMORTIZE = "amortize"
     OFF = "off"
+
+
+class OnPolicyError(StrEnum):
+    """What becomes of a request whose policy fails."""
+
+    PASS = "pass"
+    """Its messages are sent on as they are."""
+    REFUSE = "refuse"
+    """It is answered 500: for policies that must not be left out."""
 
 
 class Source(StrEnum):
@@ -99,7 +118,8 @@ class GatewaySettings:
     Attributes:
         keys: tenant of each API key; only with ``auth: check``.
         salt_secret: what ``cache_salt`` is derived with; None: clients' own are sent on.
-        policies: configuration of each policy, by name, as the policies' own reader takes it.
+        policies: those that tenants may have, by name.
+        on_policy_error: what becomes of a request whose policy fails.
         retries: further servers tried before the first byte was sent to the client.
         drain_delay_s: seconds between a SIGTERM and the end of listening; /ready says no at once.
         drain_s: seconds that requests under way then have.
@@ -114,7 +134,8 @@ class GatewaySettings:
     sources: tuple[Source, ...] = tuple(Source)
     tenant: Tenant = Tenant("default")
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
-    policies: Mapping[str, Any] = field(default_factory=dict)
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    on_policy_error: OnPolicyError = OnPolicyError.PASS
     limits: Limits = Limits()
     retries: int = 2
     max_moved: int = 65536
@@ -128,20 +149,21 @@ class GatewaySettings:
     @classmethod
     def load(cls, path: Path, environ: Mapping[str, str] = os.environ) -> GatewaySettings:
         """Read a file. Raises :class:`ConfigError`."""
-        return _read(read_document(path), environ)
+        return _read(Document.read(path), environ)
 
     @classmethod
     def parse(cls, text: str, name: str, environ: Mapping[str, str] = os.environ) -> GatewaySettings:
         """Read a text. Raises :class:`ConfigError`."""
-        return _read(parse_document(text, name), environ)
+        return _read(Document.parse(text, name), environ)
 
     @classmethod
     def of_urls(cls, urls: list[str]) -> GatewaySettings:
         """Defaults in front of these servers. Raises :class:`ConfigError`."""
-        return _read(Section({"backends": [{"url": url} for url in urls]}), {})
+        return _read(Document("--backend", {"backends": [{"url": url} for url in urls]}), {})
 
 
-def _read(root: Section, environ: Mapping[str, str]) -> GatewaySettings:
+def _read(document: Document, environ: Mapping[str, str]) -> GatewaySettings:
+    root = Section(document, {} if document.value is None else document.value)
     backends = tuple(_backend(each, environ) for each in root.sections("backends"))
     if not backends:
         raise root.error("backends", "expected at least one server, such as - url: http://127.0.0.1:30000")
@@ -151,7 +173,11 @@ def _read(root: Section, environ: Mapping[str, str]) -> GatewaySettings:
     listen, auth, session = root.section("listen"), root.section("auth"), root.section("session")
     health, routing, drain = root.section("health"), root.section("routing"), root.section("drain")
     limits, policies = root.section("limits"), root.section("policies")
-    known = {name: policies.take(name) for name in policies.keys}
+    known: dict[str, Policy] = {
+        name: build(policies.take(name), document=document, at=(*policies.at, name)) for name in policies.keys
+    }
+    if "none" in known:
+        raise policies.error("none", "is what says that there is no policy; choose another name")
     default = _tenant("default", root, known, Tenant("default"))
     people = root.section("tenants")
     tenants = {}
@@ -181,6 +207,7 @@ def _read(root: Section, environ: Mapping[str, str]) -> GatewaySettings:
         tenant=default,
         tenants=MappingProxyType(tenants),
         policies=MappingProxyType(known),
+        on_policy_error=root.choice("on_policy_error", OnPolicyError, OnPolicyError.PASS),
         limits=_limits(limits),
         retries=routing.count("retries", 2, 0, 16),
         max_moved=routing.count("max_moved", 65536, 1, 2**24),
@@ -214,7 +241,7 @@ def _backend(section: Section, environ: Mapping[str, str]) -> Backend:
     return Backend(name, url.rstrip("/"), key)
 
 
-def _tenant(name: str, section: Section, policies: Mapping[str, Any], default: Tenant) -> Tenant:
+def _tenant(name: str, section: Section, policies: Mapping[str, Policy], default: Tenant) -> Tenant:
     policy = section.text("policy", default.policy)
     # What to write where a tenant shall have none although others do.
     policy = None if policy == "none" else policy

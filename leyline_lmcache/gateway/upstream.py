@@ -123,6 +123,9 @@ class Upstream:
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 self._router.failed(backend, _why(error), surely=True)
                 return None
+            except httpx.LocalProtocolError:
+                # What we were given cannot be sent: no fault of the server's.
+                raise ApiError(400, "invalid_header", "a header of the request cannot be sent on") from None
             except httpx.TransportError as error:
                 log.info("%s: no answer: %s", backend.name, _why(error))
                 if last:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from leyline_lmcache.gateway.settings import GatewaySettings
+from leyline_lmcache.policies import Policy
 
 from .servers import Running, Server, serving
 
@@ -36,7 +37,11 @@ def start() -> Iterator[Start]:
     with ExitStack() as stack:
 
         def run(
-            servers: Sequence[Server], text: str = "", *, policies: Any = None, **environ: str
+            servers: Sequence[Server],
+            text: str = "",
+            *,
+            policies: Mapping[str, Policy] | None = None,
+            **environ: str,
         ) -> Running:
             names = "abcdefgh"
             listed = "".join(f"- {{name: {names[i]}, url: '{each.url}'}}\n" for i, each in enumerate(servers))
@@ -44,6 +49,8 @@ def start() -> Iterator[Start]:
             if "health:" not in text:
                 text += "\nhealth: {interval_s: 0.05}\n"
             settings = GatewaySettings.parse(text, "test.yaml", environ)
-            return stack.enter_context(serving(settings, policies))
+            if policies is not None:
+                settings = replace(settings, policies=policies)
+            return stack.enter_context(serving(settings))
 
         yield run

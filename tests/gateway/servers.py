@@ -85,7 +85,8 @@ async def answers(received: Received, writer: asyncio.StreamWriter) -> None:
     begin_stream(writer)
     for text in ("a", "b", "c"):
         send_piece(writer, event(chunk(text)))
-    if (body.get("stream_options") or {}).get("include_usage"):
+    options = body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
         send_piece(writer, event({"id": "r1", "choices": [], "usage": USAGE}))
     send_piece(writer, b"data: [DONE]\n\n")
     writer.write(b"0\r\n\r\n")
@@ -189,9 +190,9 @@ class Server:
 
 
 @contextmanager
-def serving(settings: GatewaySettings, policies: dict[str, Any] | None = None) -> Iterator[Running]:
+def serving(settings: GatewaySettings) -> Iterator[Running]:
     """A gateway that listens, in a thread of its own."""
-    gateway = Gateway(settings, policies or {})
+    gateway = Gateway(settings)
     server = DrainingServer(gateway)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -222,3 +223,8 @@ class Running:
 
     def metric(self, name: str, **labels: str) -> float:
         return self.gateway.metrics.registry.get_sample_value(f"leyline_gateway_{name}", labels) or 0.0
+
+    def router_is_up(self, name: str) -> bool:
+        return any(
+            self.gateway.router.is_up(each) for each in self.gateway.router.backends if each.name == name
+        )
