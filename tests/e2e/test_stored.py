@@ -177,6 +177,28 @@ def test_every_token_says_where_it_came_from(
         assert by_tier == {Tier.GPU, Tier.CPU, Tier.REDIS}
 
 
+def test_i4_twenty_turns_with_an_edit_each_and_eviction_in_between(
+    nodes: tuple[Stack, Stack], reference_of: Callable[[str], Reference]
+) -> None:
+    """Each turn answers like the reference, whose keys are turned once; tests/connector/test_drift.py
+    compares the keys themselves with a chain of rotations."""
+    here, _ = nodes
+    with quiet_log(here), here.client(120.0) as client:
+        twin = Twin(client, reference_of("mla"))
+        turn = twin.base(tokens(604, "drift"))  # with its answer a whole number of chunks
+        moved = 0
+        for i in range(20):
+            _flush(client)
+            if i % 5 == 4:
+                _clear_l1(here)
+            start, stub = 5 + 20 * i + moved, tokens(1 + i * 5 % 13, f"stub {i}")
+            turn = twin.edit(turn, [(start, start + 7, tuple(stub))], tokens(6, f"turn {i}"))
+            moved += len(stub) - 7
+            said = spliced(turn.answer)
+            assert said["reprefilled"] == 0 and said["tiers"]["gpu"] == 0, said
+        assert moved != 0
+
+
 def test_a_view_is_shown_with_the_tiers_it_lies_in(nodes: tuple[Stack, Stack]) -> None:
     here, there = nodes
     with here.client(120.0) as mine:
