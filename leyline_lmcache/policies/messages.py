@@ -36,18 +36,16 @@ def results(messages: Messages, *, observations: bool = False) -> list[Result]:
             whose model calls tools in plain text.
     """
     found: list[Result] = []
-    calls: dict[Any, Result] = {}
+    calls: dict[str, Result] = {}
     before: Any = None
     for index, message in enumerate(messages):
         role = message.get("role")
         if role == "assistant":
             for number, call in enumerate(tool_calls(message)):
-                name = (call.get("function") or call.get("custom") or {}).get("name")
-                calls[call.get("id")] = Result(index, name, (index, number))
+                calls[str(call.get("id"))] = Result(index, name_of(call), (index, number))
         elif role == "tool":
-            call_of = calls.get(message.get("tool_call_id"))
-            name = call_of.tool if call_of else message.get("name")
-            found.append(Result(index, name, call_of.call if call_of else None))
+            of = calls.get(str(message.get("tool_call_id")), Result(index, message.get("name")))
+            found.append(Result(index, of.tool, of.call))
         elif role == "function":
             found.append(Result(index, message.get("name")))
         elif role == "user" and observations and before == "assistant":
@@ -63,14 +61,20 @@ def seen_until(messages: Messages) -> int:
 
 def tool_calls(message: Message) -> Sequence[Mapping[str, Any]]:
     """The calls of a message; none if they are not what they should be."""
-    calls = message.get("tool_calls") or ()
-    return calls if all(isinstance(call, Mapping) for call in calls) else ()
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        return ()
+    return calls
 
 
 def arguments_of(call: Mapping[str, Any]) -> str:
     """The arguments of a call, as the string they are sent as."""
-    found = (call.get("function") or {}).get("arguments")
-    return found if isinstance(found, str) else ""
+    return _of_function(call, "arguments") or ""
+
+
+def name_of(call: Mapping[str, Any]) -> str | None:
+    """The tool that is called."""
+    return _of_function(call, "name")
 
 
 def text_of(message: Message) -> str:
@@ -78,7 +82,7 @@ def text_of(message: Message) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
-    if not isinstance(content, Sequence):
+    if not isinstance(content, list | tuple):
         return ""
     parts = (part.get("text") for part in content if isinstance(part, Mapping))
     return "\n".join(part for part in parts if isinstance(part, str))
@@ -87,7 +91,7 @@ def text_of(message: Message) -> str:
 def is_text(message: Message) -> bool:
     """Whether the content is nothing but text."""
     content = message.get("content")
-    if content is None or isinstance(content, str):
+    if not isinstance(content, list | tuple):
         return True
     return all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content)
 
@@ -99,9 +103,7 @@ def texts(message: Message) -> Iterator[str]:
         if isinstance(message.get(field), str):
             yield message[field]
     for call in tool_calls(message):
-        name = (call.get("function") or {}).get("name")
-        if isinstance(name, str):
-            yield name
+        yield name_of(call) or ""
         yield arguments_of(call)
 
 
@@ -118,3 +120,9 @@ def with_arguments(message: Message, arguments: Mapping[int, str]) -> dict[str, 
         call["function"] = {**call["function"], "arguments": text}
         calls[number] = call
     return {**message, "tool_calls": calls}
+
+
+def _of_function(call: Mapping[str, Any], key: str) -> str | None:
+    function = call.get("function")
+    found = function.get(key) if isinstance(function, Mapping) else None
+    return found if isinstance(found, str) else None

@@ -15,12 +15,12 @@ def problems(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     between them; every call has one result, save those of the last assistant message, which may be pending.
     """
     found: list[str] = []
-    open_calls: list[str] = []
+    open_calls: list[Any] = []
     asked = -1
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         role = message.get("role")
-        if role not in _ROLES:
+        if not isinstance(role, str) or role not in _ROLES:
             found.append(f"{where}.role: unknown role")
         if role == "tool":
             answered = message.get("tool_call_id")
@@ -32,12 +32,27 @@ def problems(messages: Sequence[Mapping[str, Any]]) -> list[str]:
             found += [f"messages[{asked}].tool_calls: a call has no result" for _ in open_calls]
             open_calls, asked = [], index
             if role == "assistant":
-                for number, call in enumerate(message.get("tool_calls") or ()):
-                    open_calls.append(call.get("id"))
-                    if not isinstance(call.get("function", {}).get("arguments", ""), str):
-                        found.append(f"{where}.tool_calls[{number}].function.arguments: expected a string")
+                calls = message.get("tool_calls") or ()
+                if not isinstance(calls, list | tuple) or not all(
+                    isinstance(call, Mapping) for call in calls
+                ):
+                    found.append(f"{where}.tool_calls: expected a list of objects")
+                    continue
+                open_calls += [call.get("id") for call in calls]
+                found += [
+                    f"{where}.tool_calls[{number}].function.arguments: expected a string"
+                    for number, call in enumerate(calls)
+                    if not _has_arguments(call)
+                ]
         if not isinstance(message.get("content"), str | list | tuple | None):
             found.append(f"{where}.content: expected a string or a list of parts")
         elif role != "assistant" and message.get("content") is None:
             found.append(f"{where}.content: missing")
     return found
+
+
+def _has_arguments(call: Mapping[str, Any]) -> bool:
+    if "function" not in call:
+        return True
+    function = call["function"]
+    return isinstance(function, Mapping) and isinstance(function.get("arguments", ""), str)
