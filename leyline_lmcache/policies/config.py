@@ -26,10 +26,8 @@ from leyline_lmcache.policies.registry import Factory, available, options
 KEY = "policies"
 ANTHROPIC_CLEAR_TOOL_USES = "clear_tool_uses_20250919"
 
-_MESSAGES = {
-    "missing": "is missing, and has no default",
-    "unexpected_keyword_argument": "unknown option",
-}
+_UNKNOWN = "unexpected_keyword_argument"
+_MESSAGES = {"missing": "is missing, and has no default", _UNKNOWN: "unknown option"}
 
 
 def load(path: str | Path) -> Pipeline:
@@ -169,7 +167,8 @@ def _validated(factory: Factory, given: Mapping[Any, Any], source: Document, whe
         # As JSON, where lists may be tuples and strings may be enums, and yet nothing is coerced.
         return adapter.validate_json(json.dumps(given, default=str), strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        # A misspelt key is why another one is missing, not the other way round.
+        first = min(error.errors(include_url=False), key=lambda each: each["type"] != _UNKNOWN)
         inside: Where = tuple(first["loc"])
         cause = (first.get("ctx") or {}).get("error")
         if isinstance(cause, OptionError):

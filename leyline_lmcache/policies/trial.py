@@ -91,17 +91,27 @@ def _turn(said: Messages, sent: Messages, before: Messages, count: CountTokens) 
     prefix = 0
     while prefix < min(len(old), len(new)) and old[prefix] == new[prefix]:
         prefix += 1
-    blocks = SequenceMatcher(None, old[prefix:], new[prefix:], autojunk=False).get_matching_blocks()
-    still = {prefix + block.a + i for block in blocks for i in range(block.size)}
-    kept = {prefix + block.b + i for block in blocks for i in range(block.size)}
+    pairs = _same(old, new) if len(sent) == len(said) else _similar(old, new)
+    still, kept = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
     return Turn(
         messages=len(sent),
         full=sum(size(message, count) for message in said),
         sent=sum(sizes),
-        edited=tuple(index for index in range(prefix, len(old)) if index not in still),
+        edited=tuple(index for index in range(len(old)) if index not in still),
         prefix=sum(sizes[:prefix]),
-        kept=sum(sizes[:prefix]) + sum(sizes[index] for index in kept),
+        kept=sum(sizes[index] for index in kept),
     )
+
+
+def _same(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
+    """Messages that are still what they were, where the policy took none out."""
+    return [(index, index) for index, (a, b) in enumerate(zip(old, new, strict=False)) if a == b]
+
+
+def _similar(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
+    """Messages that are still there, in order."""
+    blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    return [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]
 
 
 def _key(message: Message) -> str:
