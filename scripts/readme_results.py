@@ -40,6 +40,7 @@ ROWS = (
     ("tiers", "{recovery_s_redis}", "s until a restarted Redis does", ""),
     ("core", "{compose_plan_ms}", "ms to apply and plan 32 edits of 128 k tokens", "1"),
     ("core", "{growth_16x_tokens}", "time of that at 16 times the tokens over time at one", "about 1"),
+    ("diff", "{ms_128k_50_edits}", "ms to find 50 edits in a session of 128 k tokens", "50"),
     ("kernel", "{fraction_of_copy_bandwidth}", "splice over a plain copy of as many bytes", "0.5, GPU 0.85"),
 )
 
