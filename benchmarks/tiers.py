@@ -412,6 +412,7 @@ def draw(reuse: Sequence[Reuse], loads: Loads, ours: Session, vanilla: Session, 
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     blue, grey, green, red = "#1f6fb2", "#95a5a6", "#27ae60", "#c0392b"
     figure, (left, middle, right) = pyplot.subplots(
@@ -429,7 +430,7 @@ def draw(reuse: Sequence[Reuse], loads: Loads, ours: Session, vanilla: Session, 
         left.text(i, each.fraction / 2, f"{each.fraction:.0%}", ha="center", color="white", weight="bold")
     left.set_title(f"{CONTEXT:,} tokens, 200 replaced by {REPLACEMENT}")
     left.set_ylabel("part of the edited prompt")
-    left.legend(loc="lower right", fontsize=8)
+    left.legend(loc="lower center", fontsize=8, framealpha=0.95)
 
     for at, (values, color) in enumerate(((loads.plain, grey), (loads.rotated, green))):
         ms = [value * 1e3 for value in values]
@@ -446,6 +447,7 @@ def draw(reuse: Sequence[Reuse], loads: Loads, ours: Session, vanilla: Session, 
     right.set_xlabel("turn")
     right.set_ylabel("MiB")
     right.set_ylim(bottom=0)
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.legend(fontsize=8)
     right.grid(alpha=0.25)
     figure.tight_layout()
