@@ -3,9 +3,9 @@
     leyline up --name loop
     python examples/loop.py --url http://127.0.0.1:30000
 
-The agent lists folders with a tool and keeps all outputs; the policy sends only the two latest. Any model
-that SGLang serves will do: where it calls no tools (the random and tiny ones that `leyline up` starts do not),
-the loop makes up the calls, so that there is something to see.
+The agent lists folders with a tool and keeps all outputs; the policy sends the two latest. Any model that
+SGLang serves will do: where it calls no tools (those that `leyline up` starts without a GPU do not), the loop
+makes up the calls, so that there is something to see.
 """
 
 from __future__ import annotations
