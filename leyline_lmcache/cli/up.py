@@ -46,10 +46,18 @@ def run(
     redis: Annotated[
         bool, _option("Start Redis behind lmcache server.", _SERVERS, "--redis/--no-redis")
     ] = _DEFAULT.redis,
-    l2: Annotated[str, _option("What carries KV to Redis: resp, leyline or none.", _SERVERS)] = _DEFAULT.l2,
+    l2: Annotated[
+        str | None,
+        _option("What carries KV to Redis: leyline (with the plugin), resp (without it) or none.", _SERVERS),
+    ] = None,
     server_module: Annotated[
-        bool, _option("Load Leyline into lmcache server.", _SERVERS, "--server-module/--no-server-module")
-    ] = _DEFAULT.server_module,
+        bool | None,
+        _option(
+            "Load Leyline into lmcache server (with the plugin).",
+            _SERVERS,
+            "--server-module/--no-server-module",
+        ),
+    ] = None,
     redis_url: Annotated[str | None, _option("Use this Redis instead of starting one.", _SERVERS)] = None,
     dtype: Annotated[str, _option("float32, bfloat16, float16 or auto.", _SERVERS)] = _DEFAULT.dtype,
     device: Annotated[str, _option("auto, cpu or cuda.", _SERVERS)] = _DEFAULT.device,
@@ -97,8 +105,8 @@ def run(
         lmcache=lmcache,
         redis=redis,
         redis_url=redis_url,
-        l2=l2,
-        server_module=server_module,
+        l2=l2 or ("leyline" if plugin else "resp"),
+        server_module=plugin and lmcache if server_module is None else server_module,
         dtype=dtype,
         device=device,
         page_size=page_size,
