@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from leyline_lmcache.policies import Message, Policy, apply, load
+from leyline_lmcache.policies import Message, Policy, apply, erased, load
 from leyline_lmcache.policies.messages import size
 
 _FIELD = "leyline"
@@ -141,7 +141,8 @@ class _Session:
         removed = max(0, _characters(whole) - _characters(sent))
         edited = len(changed) + abs(len(whole) - len(sent))
         extra = dict(fields.get("extra_body") or {})
-        extra.setdefault("session_id", self.session_id)
+        gone = erased(self.policy, whole) if self.policy is not None else ""
+        extra.setdefault("session_id", f"{self.session_id}.{gone}" if gone else self.session_id)
         custom = {_FIELD: {"mode": self.mode.value}, **(extra.get("custom_params") or {})}
         extra["custom_params"] = custom
         request = {**fields, "messages": [dict(message) for message in sent], "extra_body": extra}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from leyline_lmcache.policies.base import (
     Counting,
     CountTokens,
+    Erasing,
     Message,
     Messages,
     OptionError,
@@ -19,6 +20,7 @@ from leyline_lmcache.policies.base import (
     Policy,
     PolicyError,
     apply,
+    erased,
     estimate_tokens,
     turn_of,
 )
@@ -38,6 +40,7 @@ __all__ = [
     "CountTokens",
     "Counting",
     "Document",
+    "Erasing",
     "KeepToolResults",
     "Message",
     "Messages",
@@ -53,6 +56,7 @@ __all__ = [
     "apply",
     "available",
     "build",
+    "erased",
     "estimate_tokens",
     "from_context_management",
     "load",

@@ -65,6 +65,28 @@ class Counting(Protocol):
         ...
 
 
+@runtime_checkable
+class Erasing(Protocol):
+    """A policy that takes out what must leave no trace in what the model says later.
+
+    Messages of others it changes before they are first sent. What the model wrote itself was in its context
+    already, and so is in the KV of all that came after it; no splice may carry that KV on.
+    """
+
+    def erased(self, messages: Messages) -> str:
+        """A name for all that is taken out of the model's own messages; empty if that is nothing.
+
+        Whoever sends the messages adds it to the session's name, so that a session with other contents taken
+        out finds nothing to splice from.
+        """
+        ...
+
+
+def erased(policy: Policy, messages: Messages) -> str:
+    """:meth:`Erasing.erased` of any policy."""
+    return policy.erased(messages) if isinstance(policy, Erasing) else ""
+
+
 def estimate_tokens(text: str) -> int:
     """Tokens of a text where no tokenizer is at hand: four characters each, rounded up."""
     return -(-len(text) // 4)
@@ -90,6 +112,10 @@ class Pipeline:
     def counting(self, count: CountTokens) -> Pipeline:
         """The same policies with another way to count."""
         return Pipeline(tuple(_counting(policy, count) for policy in self.policies))
+
+    def erased(self, messages: Messages) -> str:
+        """What all of them erase, see :class:`Erasing`."""
+        return "".join(erased(policy, messages) for policy in self.policies)
 
 
 def apply(policy: Policy, messages: Messages, turn_idx: int | None = None) -> Messages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -46,6 +47,19 @@ class Redact:
             self._message(message) if not self.roles or message.get("role") in self.roles else message
             for message in messages
         ]
+
+    def erased(self, messages: Messages) -> str:
+        """See :class:`leyline_lmcache.policies.Erasing`."""
+        if self.roles and "assistant" not in self.roles:
+            return ""
+        found = hashlib.blake2b(digest_size=8)
+        changed = False
+        for index, message in enumerate(messages):
+            if message.get("role") == "assistant" and (made := self._message(message)) is not message:
+                changed = True
+                # Where, and what is left: the name must not tell what was there.
+                found.update(json.dumps([index, made], sort_keys=True, default=str).encode())
+        return found.hexdigest() if changed else ""
 
     def _message(self, message: Message) -> Message:
         made: dict[str, Any] = dict(message)

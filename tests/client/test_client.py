@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from leyline_lmcache.client import AsyncSession, Report, Session
-from leyline_lmcache.policies import KeepToolResults, PolicyError
+from leyline_lmcache.policies import KeepToolResults, PolicyError, Redact
 
 LONG = "output " * 20
 STUB = "[old tool output removed]"
@@ -158,6 +158,20 @@ def test_the_policy_is_applied_to_each_call_and_the_history_stays_whole(
         assert messages == history(3)
         assert session.last is not None
         assert (session.last.edited, session.last.removed) == (2, 2 * (len(LONG) - len(STUB)))
+
+
+def test_after_the_models_own_words_were_redacted_a_new_session_begins(
+    server: Server, openai: OpenAI
+) -> None:
+    """Otherwise KV that has read them would be spliced."""
+    session = Session(openai, session_id="s", policy=Redact(("key-[0-9]",)))
+    said = [*history(0), {"role": "assistant", "content": "key-1"}, {"role": "user", "content": "go on"}]
+    for messages in ([{"role": "user", "content": "key-1"}], said, [*said, *said[1:]]):
+        session.create(model="m", messages=messages)
+    first, second, third = (asked["session_id"] for asked in server.asked)
+    assert first == "s"
+    assert second.startswith("s.") and third.startswith("s.") and second != third
+    assert "key-1" not in json.dumps(server.asked)
 
 
 def test_an_answer_may_be_appended_as_it_is(server: Server, openai: OpenAI) -> None:

@@ -20,6 +20,7 @@ from leyline_lmcache.policies import (
     Threshold,
     Unit,
     apply,
+    erased,
     turn_of,
 )
 from leyline_lmcache.policies.base import Messages
@@ -317,6 +318,23 @@ def test_a_secret_goes_from_every_text() -> None:
     assert found[2]["content"] == "[redacted][redacted]"
     some = apply(Redact((r"sk-\d{8}",), roles=("tool",)), messages)
     assert some[:2] == messages[:2] and some[2] == found[2]
+
+
+def test_what_the_model_said_itself_names_what_is_gone() -> None:
+    """That it was in the context is in the KV of what followed; of a user's secret it never was."""
+    policy = Redact((r"sk-\d{8}",))
+    told = [{"role": "user", "content": SECRET}, {"role": "assistant", "content": "ok"}]
+    said = [*told, {"role": "assistant", "content": f"it is {SECRET}"}]
+    later = [*said, {"role": "user", "content": SECRET}, {"role": "assistant", "content": "yes"}]
+    again = [*later, {"role": "assistant", "content": SECRET}]
+    assert erased(policy, told) == "" == erased(KeepToolResults(), said)
+    names = [erased(policy, messages) for messages in (said, later, again)]
+    assert names[0] == names[1] != names[2] and all(names) and SECRET not in "".join(names)
+    assert erased(Redact((r"sk-\d{8}",), roles=("tool",)), said) == ""
+    assert erased(Pipeline((KeepToolResults(), policy)), said) == names[0]
+    # Whichever secret it was.
+    other = [*told, {"role": "assistant", "content": "it is sk-00000000"}]
+    assert erased(policy, other) == names[0]
 
 
 def test_arguments_stay_json_and_stay_as_they_are_without_a_match() -> None:
