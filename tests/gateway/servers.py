@@ -216,6 +216,10 @@ class Running:
     client: httpx.Client
     thread: threading.Thread
 
+    @property
+    def url(self) -> str:
+        return str(self.client.base_url).rstrip("/")
+
     def chat(self, messages: Sequence[Any] | None = None, **more: Any) -> httpx.Response:
         headers = more.pop("headers", {})
         body = {"model": "tiny", "messages": messages or [{"role": "user", "content": "hello"}], **more}
