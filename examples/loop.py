@@ -43,14 +43,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="of SGLang, or of the gateway")
     parser.add_argument("--model", default="default")
+    parser.add_argument("--root", type=Path, default=Path("/usr/lib"), help="where the agent looks around")
     parser.add_argument("--turns", type=int, default=8)
     options = parser.parse_args()
 
     openai = OpenAI(base_url=f"{options.url}/v1", api_key="none")
     session = Session(openai, policy=KeepToolResults(keep=2))
 
-    messages: list[Any] = [{"role": "user", "content": "Look around in /usr and tell me what is installed."}]
-    folders = [str(path) for path in sorted(Path("/usr").glob("*/*")) if path.is_dir()][: options.turns]
+    messages: list[Any] = [
+        {"role": "user", "content": f"Look around in {options.root} and tell me what is there."}
+    ]
+    folders = [str(path) for path in sorted(options.root.iterdir()) if path.is_dir()][: options.turns]
     print(f"{'turn':>4}  {'prompt':>6}  {'cached':>6}  {'spliced':>7}  edits")
     for turn, folder in enumerate(folders):
         answer = session.chat.completions.create(
@@ -59,7 +62,9 @@ def main() -> None:
         report = session.last
         assert report is not None
         edits = report.outcome or "none"
-        print(f"{turn:>4}  {report.prompt:>6}  {report.cached:>6}  {report.spliced or 0:>7}  {edits}")
+        print(
+            f"{turn:>4}  {report.prompt or 0:>6}  {report.cached or 0:>6}  {report.spliced or 0:>7}  {edits}"
+        )
 
         message = answer.choices[0].message
         if message.tool_calls:
@@ -71,7 +76,7 @@ def main() -> None:
             made_up = {"id": calls[0][0], "type": "function", "function": function}
             messages.append({"role": "assistant", "content": message.content, "tool_calls": [made_up]})
         for call_id, arguments in calls:
-            output = list_folder(str(json.loads(arguments).get("path", "/usr")))
+            output = list_folder(str(json.loads(arguments).get("path", folder)))
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
 
     totals = session.totals
