@@ -109,6 +109,8 @@ class ClearToolUses:
         answered = -1
         by_tokens = self.trigger.type is Unit.INPUT_TOKENS
         least = self.clear_at_least.value if self.clear_at_least else 0
+        # Of the uses up to each: a clearing that is put off turn by turn counts none of them twice.
+        saved = [0]
         # Each answer of the model was a turn on everything before it; the last turn is this one.
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         for turn in [*turns, len(messages)]:
@@ -121,9 +123,11 @@ class ClearToolUses:
                 end = max(cleared, arrived - self.keep.value)
                 while end > cleared and uses[end - 1].index > answered:
                     end -= 1
-                savings = [self._saving(messages, use) for use in uses[cleared:end]]
-                if sum(savings) >= least or not any(savings):
-                    total -= sum(savings)
+                for use in uses[len(saved) - 1 : end]:
+                    saved.append(saved[-1] + self._saving(messages, use))
+                saving = saved[end] - saved[cleared]
+                if saving >= least or not saving:
+                    total -= saving
                     cleared = end
             answered = turn
         return uses[:cleared]
