@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from leyline_lmcache.gateway import sessions, usage
+from leyline_lmcache.gateway import fields, sessions, usage
 from leyline_lmcache.gateway.editing import Editor
 from leyline_lmcache.gateway.errors import ApiError, ClientGone
 from leyline_lmcache.gateway.limits import Gate, read_body
@@ -43,6 +43,7 @@ class _Exchange:
 
     Attributes:
         status: sent to the client; None: nothing yet.
+        leave: gives up its share of the gateway.
     """
 
     request: Request
@@ -52,6 +53,7 @@ class _Exchange:
     status: int | None = None
     tenant: str = _UNKNOWN
     session: sessions.Session | None = None
+    leave: Callable[[], None] | None = None
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
@@ -59,6 +61,9 @@ class _Exchange:
         await self.send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def piece(self, content: bytes, *, last: bool = False) -> None:
+        # Before the client can know that it is done, and come back.
+        if last and self.leave is not None:
+            self.leave()
         await self.send({"type": "http.response.body", "body": content, "more_body": not last})
 
     async def whole(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
@@ -130,7 +135,7 @@ class Gateway:
         request = exchange.request
         caller = self._tenants.caller(request.headers.get("authorization"))
         exchange.tenant = caller.tenant.name
-        with self._gate.passing(caller.tenant):
+        with self._gate.passing(caller.tenant) as exchange.leave:
             content = await read_body(request, limits)
             try:
                 async with asyncio.timeout(limits.total_s):
@@ -176,6 +181,7 @@ class Gateway:
         """What the servers get instead of what the client sent."""
         chat = exchange.endpoint == _CHAT
         tenant = caller.tenant
+        fields.refuse(body, self.settings.refused_fields)
         header = exchange.request.headers.get(sessions.HEADER)
         session = sessions.identify(body, header, caller.identity, self.settings.sources)
         exchange.session = session
@@ -234,7 +240,7 @@ def build_app(gateway: Gateway) -> Starlette:
         return Response("ok\n")
 
     async def ready(request: Request) -> Response:
-        up = [backend.name for backend in gateway.router.backends if gateway.router.is_up(backend)]
+        up = [backend.name for backend in gateway.router.ready]
         ready = bool(up) and not gateway.draining
         said = {"ready": ready, "draining": gateway.draining, "up": up}
         return Response(json.dumps(said), 200 if ready else 503, media_type="application/json")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -25,8 +25,8 @@ class Gate:
         return self._running.total()
 
     @contextmanager
-    def passing(self, tenant: Tenant) -> Iterator[None]:
-        """Count a request while it runs. Raises :class:`ApiError` 429."""
+    def passing(self, tenant: Tenant) -> Iterator[Callable[[], None]]:
+        """Count a request while it runs, or until what this gives is called. Raises :class:`ApiError` 429."""
         if self.running >= self._most:
             raise _busy("gateway_busy", "too many requests are under way; try again")
         if tenant.concurrent is not None and self._running[tenant.name] >= tenant.concurrent:
@@ -34,10 +34,9 @@ class Gate:
                 "tenant_busy", f"{tenant.concurrent} requests of this key's tenant are under way; try again"
             )
         self._running[tenant.name] += 1
-        try:
-            yield
-        finally:
-            self._running[tenant.name] -= 1
+        with ExitStack() as stack:
+            stack.callback(self._running.subtract, (tenant.name,))
+            yield stack.close
 
 
 def _busy(code: str, message: str) -> ApiError:

@@ -32,11 +32,17 @@ class Router:
         self._failures = failures
         self._failed: dict[str, int] = {}
         self._down: set[str] = set()
+        self._seen: set[str] = set()
         self._moved: OrderedDict[str, str] = OrderedDict()
         self._max_moved = max_moved
 
     def is_up(self, backend: Backend) -> bool:
         return backend.name not in self._down
+
+    @property
+    def ready(self) -> list[Backend]:
+        """The servers that are up and have said so; before its first check, a server is only tried."""
+        return [each for each in self.backends if each.name in self._seen and self.is_up(each)]
 
     @property
     def any_up(self) -> bool:
@@ -65,6 +71,7 @@ class Router:
     def healthy(self, backend: Backend) -> None:
         """A check of the server went well."""
         self._failed.pop(backend.name, None)
+        self._seen.add(backend.name)
         if backend.name in self._down:
             self._down.discard(backend.name)
             log.info("%s is up", backend.name)

@@ -53,11 +53,11 @@ class Section:
             raise self.error(key, f"expected a text, got {value!r}")
         return value
 
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.take(key, default)
-        if not isinstance(value, bool):
-            raise self.error(key, f"expected true or false, got {value!r}")
-        return value
+    def texts(self, key: str, default: tuple[str, ...]) -> tuple[str, ...]:
+        value = self.take(key, list(default))
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self.error(key, f"expected a list of names, got {value!r}")
+        return tuple(value)
 
     def count(self, key: str, default: int, least: int, most: int) -> int:
         value = self.take(key, default)

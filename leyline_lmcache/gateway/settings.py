@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
+from leyline_lmcache.gateway import fields
 from leyline_lmcache.gateway.section import Section
 from leyline_lmcache.policies import ConfigError, Document, Policy, build
 
@@ -120,6 +121,7 @@ class GatewaySettings:
         salt_secret: what ``cache_salt`` is derived with; None: clients' own are sent on.
         policies: those that tenants may have, by name.
         on_policy_error: what becomes of a request whose policy fails.
+        refused_fields: of a request; see :mod:`leyline_lmcache.gateway.fields`.
         retries: further servers tried before the first byte was sent to the client.
         drain_delay_s: seconds between a SIGTERM and the end of listening; /ready says no at once.
         drain_s: seconds that requests under way then have.
@@ -137,6 +139,7 @@ class GatewaySettings:
     policies: Mapping[str, Policy] = field(default_factory=dict)
     on_policy_error: OnPolicyError = OnPolicyError.PASS
     limits: Limits = Limits()
+    refused_fields: tuple[str, ...] = ()
     retries: int = 2
     max_moved: int = 65536
     health_path: str = "/health"
@@ -209,6 +212,7 @@ def _read(document: Document, environ: Mapping[str, str]) -> GatewaySettings:
         policies=MappingProxyType(known),
         on_policy_error=root.choice("on_policy_error", OnPolicyError, OnPolicyError.PASS),
         limits=_limits(limits),
+        refused_fields=root.texts("refuse_fields", fields.SHARED if check is KeyCheck.CHECK else ()),
         retries=routing.count("retries", 2, 0, 16),
         max_moved=routing.count("max_moved", 65536, 1, 2**24),
         health_path=_path(health),

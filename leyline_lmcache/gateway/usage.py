@@ -7,6 +7,7 @@ streamed. Streams and completions say how many tokens were cached, and not how m
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 _REPORT = "leyline"
 _META = "meta_info"
 # A stream without an end of an event in so many bytes is passed on as it comes.
+_END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 _LONGEST_EVENT = 4 * 1024 * 1024
 
 
@@ -107,9 +109,11 @@ class StreamUsage:
 
     def pass_on(self, piece: bytes) -> bytes:
         """What the client gets, of the events that are whole by now."""
-        events = (self._rest + piece).split(b"\n\n")
-        self._rest = events.pop()
-        out = b"".join(event + b"\n\n" for event in events if self._keeps(event))
+        text, at, out = self._rest + piece, 0, b""
+        for end in _END_OF_EVENT.finditer(text):
+            event, at = text[at : end.end()], end.end()
+            out += event if self._keeps(event) else b""
+        self._rest = text[at:]
         if len(self._rest) > _LONGEST_EVENT:
             out, self._rest = out + self._rest, b""
         return out

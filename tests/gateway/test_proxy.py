@@ -111,6 +111,7 @@ def test_what_a_client_says_itself_goes_first(start: Start, server: Server) -> N
 def test_health_readiness_and_metrics(start: Start, server: Server) -> None:
     gateway = start([server])
     assert gateway.client.get("/health").status_code == 200
+    wait_for(lambda: gateway.client.get("/ready").status_code == 200, "a healthy server is not used")
     assert gateway.client.get("/ready").json() == {"ready": True, "draining": False, "up": ["a"]}
     server.healthy = False
     wait_for(lambda: gateway.client.get("/ready").status_code == 503, "a server that fails its checks is up")

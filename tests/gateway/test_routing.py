@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
+from contextlib import suppress
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -219,3 +222,31 @@ def test_a_client_that_leaves_a_stream_stops_the_server(start: Start, server: Se
         next(answer.iter_bytes())
     assert done.wait(20)
     wait_for(lambda: gateway.metric("running_requests") == 0, "the request is still counted")
+
+
+def test_i6_no_connection_is_left(start: Start, pair: tuple[Server, Server]) -> None:
+    """Answers, refusals, broken streams, and clients that hang up: afterwards nothing is open."""
+
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async def half(received: Received, writer: asyncio.StreamWriter) -> None:
+        begin_stream(writer)
+        send_piece(writer, event(chunk("a")))
+        await writer.drain()
+        writer.close()
+
+    gateway = start(pair, HEALTH)
+    gateway.chat()
+    before = open_files()
+    for behaviour in (answers, half, hangs_up, says_nothing, answers):
+        for server in pair:
+            server.behaviour = behaviour
+        for number in range(10):
+            body = {"messages": [], "user": f"u{number}", "stream": bool(number % 2)}
+            with suppress(httpx.TransportError):
+                gateway.client.post("/v1/chat/completions", json=body, timeout=0.3)
+    # Idle connections to the servers are kept for a while; each of them is open at both ends here.
+    gateway.client.close()
+    wait_for(lambda: gateway.metric("running_requests") == 0, "a request is still counted")
+    wait_for(lambda: open_files() <= before + 2 * len(pair), f"of {before} files, {open_files()} are open")

@@ -83,6 +83,7 @@ def test_keys_from_a_file(tmp_path: Path) -> None:
         (f"{BACKEND}policies: {{none: []}}", "policies.none: .* choose another name"),
         (f"{BACKEND}session: {{from: [cookie]}}", "session.from: expected a list of header, user, head"),
         (f"{BACKEND}session: {{from: header}}", "session.from: expected a list"),
+        (f"{BACKEND}refuse_fields: rid", "refuse_fields: expected a list of names"),
         (f"{BACKEND}health: {{path: health}}", "health.path: expected a path"),
         (f"{BACKEND}tenants: {{a: {{}}}}", "tenants: nothing tells tenants apart; set auth.mode: check"),
         (f"{BACKEND}auth: {{mode: check}}", "auth.keys_file: is missing"),

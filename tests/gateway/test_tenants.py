@@ -91,6 +91,20 @@ def test_without_a_secret_salts_are_the_clients(start: Start, server: Server) ->
     assert server.received[1].body["cache_salt"] == "mine"
 
 
+@pytest.mark.parametrize("field", ["rid", "session_params", "priority", "custom_logit_processor"])
+def test_fields_that_could_reach_others_are_refused(gateway: Running, server: Server, field: str) -> None:
+    answer = ask(gateway, "Bearer key-one", **{field: "x"})
+    said = answer.json()["error"]
+    assert (answer.status_code, said["code"], said["param"]) == (400, "field_not_allowed", field)
+    assert not server.received
+
+
+def test_a_sole_user_may_set_them(start: Start, server: Server) -> None:
+    assert ask(start([server]), None, rid="x").status_code == 200
+    assert server.received[0].body["rid"] == "x"
+    assert ask(start([server], "refuse_fields: [rid]"), None, rid="x").status_code == 400
+
+
 def test_no_secret_is_logged_or_counted(gateway: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     ask(gateway, "Bearer key-one")
