@@ -13,6 +13,8 @@ from leyline_lmcache.gateway.app import Gateway, build_app
 log = logging.getLogger(__name__)
 
 _LONGEST_HEADERS = 64 * 1024
+# Longer than clients and balancers keep theirs, so that none sends on a connection that just went.
+_KEEP_IDLE_S = 75
 
 
 class DrainingServer(uvicorn.Server):
@@ -34,6 +36,7 @@ class DrainingServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 h11_max_incomplete_event_size=_LONGEST_HEADERS,
+                timeout_keep_alive=_KEEP_IDLE_S,
                 timeout_graceful_shutdown=round(settings.drain_s),
             )
         )
