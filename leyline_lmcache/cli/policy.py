@@ -24,7 +24,12 @@ _SUFFIXES = (".yaml", ".yml")
 _TURNS = ("turn", "messages", "full", "sent", "saved", "edited", "prefix", "splice")
 _SESSIONS = ("session", "turns", "full", "sent", "saved", "edits", "prefix", "splice")
 
-app = typer.Typer(no_args_is_help=True, help="Try policies on recorded conversations, or list them.")
+_HELP = """Try policies on recorded conversations, or list them.
+
+Example: `leyline policy try run.jsonl --policy keep_tool_results`
+"""
+
+app = typer.Typer(no_args_is_help=True, help=_HELP)
 
 
 @app.command("try")
