@@ -15,13 +15,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from leyline_lmcache.policies.base import OptionError, Pipeline, Policy
 from leyline_lmcache.policies.clear_tool_uses import ClearToolUses
 from leyline_lmcache.policies.document import ConfigError, Document, Where, path_text
 from leyline_lmcache.policies.registry import Factory, available, options
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 KEY = "policies"
 ANTHROPIC_CLEAR_TOOL_USES = "clear_tool_uses_20250919"
@@ -157,15 +161,14 @@ def _make(factory: Factory, given: Mapping[Any, Any], source: Document, where: W
 
 def _validated(factory: Factory, given: Mapping[Any, Any], source: Document, where: Where) -> Policy:
     try:
-        from pydantic import TypeAdapter, ValidationError
+        from pydantic import ValidationError
     except ImportError:
         raise ConfigError(
             "policies from a configuration need pydantic: pip install 'leyline-lmcache[policies]'"
         ) from None
-    adapter: TypeAdapter[Policy] = TypeAdapter(cast(Any, factory))
     try:
         # As JSON, where lists may be tuples and strings may be enums, and yet nothing is coerced.
-        return adapter.validate_json(json.dumps(given, default=str), strict=True)
+        return _adapter(factory).validate_json(json.dumps(given, default=str), strict=True)
     except ValidationError as error:
         # A misspelt key is why another one is missing, not the other way round.
         first = min(error.errors(include_url=False), key=lambda each: each["type"] != _UNKNOWN)
@@ -175,6 +178,14 @@ def _validated(factory: Factory, given: Mapping[Any, Any], source: Document, whe
             raise _error(source, (*where, *inside, *cause.field), str(cause)) from None
         detail = _MESSAGES.get(first["type"]) or first["msg"][:1].lower() + first["msg"][1:]
         raise _error(source, (*where, *_in_data(inside, given)), detail) from None
+
+
+@lru_cache(maxsize=64)
+def _adapter(factory: Factory) -> TypeAdapter[Policy]:
+    """What checks the options of a policy; making it takes longer than using it."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cast(Any, factory))
 
 
 def _in_data(inside: Where, given: Any) -> Where:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from leyline_lmcache.policies.base import Message, Messages, OptionError
 from leyline_lmcache.policies.messages import REASONING_FIELDS
 
+_SPACE = re.compile(r"\s*")
 _PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 
 
@@ -83,9 +83,8 @@ class StripReasoning:
         return part if text == part["text"] else {**part, "text": text}
 
     def _untag(self, text: str) -> str:
-        for pattern, closing in _patterns(self.tags):
-            # Reasoning that was opened by the prompt has a closing tag only.
-            text = closing.sub("", pattern.sub("", text), count=1)
+        for tag in self.tags:
+            text = _without(text, f"<{tag}>", f"</{tag}>")
         return text
 
 
@@ -93,10 +92,21 @@ def _is_reasoning(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in _PARTS
 
 
-@lru_cache(maxsize=64)
-def _patterns(tags: tuple[str, ...]) -> tuple[tuple[re.Pattern[str], re.Pattern[str]], ...]:
-    made = []
-    for tag in map(re.escape, tags):
-        whole = re.compile(rf"<{tag}>.*?</{tag}>\s*", re.DOTALL)
-        made.append((whole, re.compile(rf"\A(?:(?!<{tag}>).)*</{tag}>\s*", re.DOTALL)))
-    return tuple(made)
+def _without(text: str, opening: str, closing: str) -> str:
+    """The text without what is between tags, in one pass however many there are."""
+    end = text.find(closing)
+    if end < 0:
+        return text
+    start = text.find(opening)
+    if not 0 <= start < end:
+        # The prompt may have opened the reasoning, and then there is a closing tag only.
+        start = 0
+    kept: list[str] = []
+    at = 0
+    while start >= 0 and end >= 0:
+        kept.append(text[at:start])
+        after = _SPACE.match(text, end + len(closing))
+        at = after.end() if after else end
+        start = text.find(opening, at)
+        end = text.find(closing, start) if start >= 0 else -1
+    return "".join((*kept, text[at:]))

@@ -212,6 +212,27 @@ def test_reasoning_goes_wherever_it_is(answer: dict[str, Any], stripped: dict[st
     assert found[1] == {"role": "assistant", **stripped}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>" * 200_000,
+        "</think>" * 200_000,
+        "<think></think> " * 100_000,
+        "<think>" * 100_000 + "</think>",
+        "a." * 500_000,
+        "a" * 1_000_000,
+        " " * 1_000_000,
+        ": Permission denied" + " " * 500_000 + "x",
+        "exit code" + "." * 500_000,
+        "Error\n" * 200_000,
+    ],
+)
+def test_a_text_made_to_be_slow_is_not(text: str) -> None:
+    """Quadratic work would outlast the test's time-out."""
+    messages = [*agent(text, text), {"role": "assistant", "content": text}, {"role": "user", "content": "x"}]
+    apply(Pipeline((StubFailedCalls(), StripReasoning(keep=0))), messages)
+
+
 def test_the_last_answers_keep_their_reasoning() -> None:
     answer = {"role": "assistant", "content": "so", "reasoning_content": "hm"}
     user = {"role": "user", "content": "<think>mine</think>"}
