@@ -21,10 +21,11 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int64]
 """Token ids, one int64 each."""
 
-_LONGEST_GRAM = 16
+_GRAMS = (16, 8, 4)
+"""Tokens in a row that anchor a run, round by round, or ``min_reuse`` if that is more. Shorter ones agree by
+chance in text of few words, so they come last and only between what is sure."""
 _MOST_RUNS = 2048
 """Candidate runs that are put in order, per stretch of text; the longest are."""
-_MOST_ROUNDS = 3
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -85,8 +86,8 @@ def diff(base: object, prompt: object, *, min_reuse: int = 16, max_changes: int 
             raise ValueError(f"{name}: expected at least 1, got {value}")
     old, new = np.asarray(base, dtype=np.int64), np.asarray(prompt, dtype=np.int64)
     prefix = common_prefix(old, new)
-    gram = min(min_reuse, _LONGEST_GRAM)
-    later = _between(old[prefix:], new[prefix:], gram, _MOST_ROUNDS)
+    grams = [max(gram, min(min_reuse, _GRAMS[0])) for gram in _GRAMS]
+    later = _between(old[prefix:], new[prefix:], grams)
     runs = [Run(run.base + prefix, run.prompt + prefix, run.length) for run in later]
     runs = [run for run in runs if run.length >= min_reuse]
     # Each has at most one change before it.
@@ -120,17 +121,17 @@ def _changes(runs: Sequence[Run], prompt: Tokens) -> list[Change]:
     return out
 
 
-def _between(old: Tokens, new: Tokens, gram: int, rounds: int) -> list[Run]:
-    """Runs that two stretches share, in order on both sides."""
-    if min(len(old), len(new)) < gram or not rounds:
+def _between(old: Tokens, new: Tokens, grams: Sequence[int]) -> list[Run]:
+    """Runs that two stretches share, in order on both sides. ``grams``: of this round and those to come."""
+    if not grams:
         return []
-    chain = _in_order(_candidates(old, new, gram))
-    if not chain:
-        return []
+    gram, later = grams[0], grams[1:]
+    enough = min(len(old), len(new)) >= gram
+    chain = _in_order(_candidates(old, new, gram)) if enough else []
     out: list[Run] = []
     for run in [*_grown(chain, old, new), Run(len(old), len(new), 0)]:
         at, to = _end(out)
-        out += _shifted(_between(old[at : run.base], new[to : run.prompt], gram, rounds - 1), at, to)
+        out += _shifted(_between(old[at : run.base], new[to : run.prompt], later), at, to)
         if run.length:
             out.append(run)
     return _joined(out)

@@ -129,6 +129,18 @@ def test_text_that_repeats_is_unique_between_two_changes() -> None:
     assert found.kept == len(base) - 2
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("least", [1, 2, 4, 16])
+def test_text_of_few_words_is_not_anchored_by_chance(seed: int, least: int) -> None:
+    """A stubbed output among others of the same kind: one change, whatever the least run is."""
+    rng = random.Random(seed)
+    base = [rng.randrange(100) for _ in range(500)]
+    prompt = [*base[:200], 777, 778, *base[320:], *(rng.randrange(100) for _ in range(30))]
+    found = check(base, prompt, least)
+    assert found.changes[0] == Change(200, 320, (777, 778))
+    assert found.kept >= 380
+
+
 def test_a_run_that_is_too_short_is_replaced() -> None:
     base = list(range(100))
     prompt = [*base[:20], 777, *base[30:33], 778, *base[40:]]
