@@ -184,11 +184,11 @@ class Gateway:
         fields.refuse(body, self.settings.refused_fields)
         header = exchange.request.headers.get(sessions.HEADER)
         session = sessions.identify(body, header, caller.identity, self.settings.sources)
+        gone = await self._editor.edit(body, tenant.policy) if chat else ""
         exchange.session = session
-        if chat:
-            await self._editor.edit(body, tenant.policy)
         if session is not None:
-            body["session_id"] = session.wire
+            # Routed as before, and known to the server as another one if something was erased.
+            body["session_id"] = sessions.renamed(session, gone).wire
             custom = body.get("custom_params")
             if custom is None or isinstance(custom, dict):
                 # What a client says itself goes first.

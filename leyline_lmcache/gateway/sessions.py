@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from leyline_lmcache.gateway.errors import ApiError
@@ -57,6 +57,11 @@ def identify(
         if name is not None:
             return Session(name, "ley-" + _hash(f"{caller}\0{name}")[:32])
     return None
+
+
+def renamed(session: Session, gone: str) -> Session:
+    """The session as the server knows it once ``gone`` was erased: another one, with nothing to keep."""
+    return replace(session, wire="ley-" + _hash(f"{session.wire}\0{gone}")[:32]) if gone else session
 
 
 def conversation_head(body: Mapping[str, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -124,3 +125,21 @@ def test_unless_it_must_not_be_left_out(start: Start, server: Server) -> None:
     answer = gateway.chat(conversation(2))
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "policy_failed")
     assert not server.received
+
+
+def test_what_was_erased_of_the_models_own_words_is_kept_in_no_session(start: Start, server: Server) -> None:
+    """KV that has read the secret must not be spliced: the session goes on as another one."""
+    gateway = start([server], "policies: {safe: [redact: {patterns: ['hunter[0-9]']}]}\npolicy: safe\n")
+    talk = [
+        {"role": "user", "content": "my password is hunter2"},
+        {"role": "assistant", "content": "noted"},
+        {"role": "user", "content": "go on"},
+    ]
+    told = [{**talk[0]}, {"role": "assistant", "content": "noted: hunter2"}, talk[2]]
+    names = []
+    for messages in (talk, told, told, talk):
+        gateway.chat(messages, headers={"x-leyline-session": "s"})
+        body = server.received[-1].body
+        names.append(body["session_id"])
+        assert "hunter2" not in json.dumps(body)
+    assert names[0] == names[3] != names[1] == names[2]
