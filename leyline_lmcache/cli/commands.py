@@ -34,6 +34,9 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
             "leyline_lmcache.cli.policy", "Try policies on recorded conversations, or list them."
         ),
         "gateway": Entry("leyline_lmcache.cli.gateway", "Serve the OpenAI API in front of SGLang servers."),
+        "bench": Entry(
+            "leyline_lmcache.cli.bench", "Replay recorded conversations in arms, and compare them."
+        ),
         "demo": Entry("leyline_lmcache.cli.demo", "Watch an agent edit its history, in three arms."),
     }
 )

@@ -1,0 +1,1 @@
+"""Recorded conversations, replayed against real servers in arms that are compared in one run."""
