@@ -10,9 +10,10 @@ stack after another; all in one run of this program. See docs/replay.md.
 
 ``hit_rate_…`` is cached over prompt tokens, summed over requests; what Leyline had prefilled for replacements
 counts as computed. ``gain_points_SET`` is the hit rate of ``leyline`` less that of ``radix``, and
-``fraction_of_ceiling_SET`` its hits over what the best earlier prompt of the session holds in the same order
-(``fraction_of_anywhere_SET``: over what any earlier prompts hold at any place); each is the worst of all
-levels of concurrency, and ``…_cN`` is that of N sessions at a time.
+``fraction_of_ceiling_SET`` its hits over the longest common runs with the best earlier prompt of the session
+(``fraction_of_in_order_SET``: over the best alignment with one; ``fraction_of_anywhere_SET``: over what any
+earlier prompts hold at any place; see leyline_lmcache/replay/ceiling.py). Each is the worst of all levels of
+concurrency, and ``…_cN`` is that of N sessions at a time.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def replay(
     """Replay recorded conversations in arms: no policy, policy, LMCache, Leyline.
 
     Each arm has servers of its own, one arm after another. `hit` is cached over prompt tokens; `ceiling`
-    is hits over the tokens that the best earlier prompt of the session has in the same order.
+    is hits over the tokens that the longest common runs with the best earlier prompt of the session have.
 
     Example: `leyline bench replay run.jsonl --concurrency 1 --concurrency 8 --picture replay.png`
     """

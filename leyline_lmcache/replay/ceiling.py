@@ -1,20 +1,23 @@
 """How much of each prompt could be reused at best, whatever finds it.
 
-Two bounds, computed without the diff the server uses. Both count the common prefix with an earlier prompt,
-however short, and apart from it only runs of at least ``least`` tokens (shorter ones agree by chance); both
-leave out a prompt's last token, which always has to be computed.
+Three bounds, each computed without the diff the server uses. All count the common prefix with an earlier
+prompt, however short, and apart from it only runs of at least ``least`` tokens: shorter ones agree by chance.
+All leave out a prompt's last token, which always has to be computed.
 
-* *in order*: the best single earlier prompt, of which runs are kept in order: the optimum of an alignment,
-  found by dynamic programming. What edits leave of a history.
+* *blocks*: the best single earlier prompt, of which the longest common run is kept, then the longest on each
+  side of it, and so on, as difflib does. What an edit left of a history; this is called the ceiling.
+* *in order*: the same with the most tokens that any choice of runs in the same order keeps, by dynamic
+  programming. It is more where text repeats itself: of three prints of one file, of which the first is
+  dropped and a fourth follows, it takes the first for the second, and so on, and has the fourth for nothing.
 * *anywhere*: every token in a run that stands anywhere in any earlier prompt, also out of order, from several
-  prompts at once, and again and again: text that a tool prints twice counts as reusable.
+  prompts at once, and again and again. Text that a tool prints twice counts as reusable.
 
-Assumes that nothing is ever evicted.
+All assume that nothing is ever evicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +32,7 @@ class Ceiling:
     """Of one prompt, in tokens; `prefix` is the longest common one with any earlier prompt."""
 
     prefix: int
+    blocks: int
     in_order: int
     anywhere: int
 
@@ -53,17 +57,20 @@ def ceilings(prompts: Sequence[Sequence[int]], least: int) -> list[Ceiling]:
         new = np.asarray(prompt, dtype=np.int64)
         grams = _named(new, least, names)
         most = max(len(new) - 1, 0)
-        prefix, order = 0, 0
+        prefix, kept, order = 0, 0, 0
         for old, old_grams in reversed(earlier):
             shared = _prefix(old, new)
             prefix = max(prefix, shared)
-            covered = _covered(np.isin(grams[shared:], old_grams[shared:]), least)
-            if shared + int(covered.sum()) > order:
+            most_here = shared + int(_covered(np.isin(grams[shared:], old_grams[shared:]), least).sum())
+            if most_here > kept:
+                kept = max(kept, shared + in_blocks(old_grams[shared:], grams[shared:], least))
+            if most_here > order:
                 order = max(order, shared + _aligned(old, old_grams, new, grams, shared, least))
         everywhere = _covered(np.isin(grams, seen), least)
         everywhere = np.concatenate([everywhere, np.zeros(len(new) - len(everywhere), dtype=bool)])
         everywhere[:prefix] = True
-        found.append(Ceiling(min(prefix, most), min(order, most), min(int(everywhere.sum()), most)))
+        bounds = (prefix, kept, order, int(everywhere.sum()))
+        found.append(Ceiling(*(min(bound, most) for bound in bounds)))
         earlier.append((new, grams))
         seen = np.union1d(seen, grams)
     return found
@@ -121,6 +128,45 @@ def _condensed(tokens: Tokens, starts: Flags, least: int, gap: int) -> Tokens:
     first = ~covered & np.concatenate([[True], covered[:-1]])
     kept: Tokens = np.where(covered, tokens, gap)[covered | first]
     return kept
+
+
+def in_blocks(old_grams: npt.ArrayLike, grams: npt.ArrayLike, least: int) -> int:
+    """Tokens kept by taking the longest common run, then the longest before it and behind it, and so on.
+
+    Args:
+        old_grams, grams: a number for every `least` tokens in a row, equal where they are equal.
+    """
+    old, new = np.asarray(old_grams).tolist(), np.asarray(grams).tolist()
+    places: dict[int, list[int]] = {}
+    for at, name in enumerate(new):
+        places.setdefault(name, []).append(at)
+    kept, windows = 0, [(0, len(old), 0, len(new))]
+    while windows:
+        a, a_end, b, b_end = windows.pop()
+        at, to, length = _longest(old, places, (a, a_end), (b, b_end))
+        if length:
+            kept += length + least - 1
+            # Only runs that end before it, or begin behind its last token.
+            windows.append((a, at - least + 1, b, to - least + 1))
+            windows.append((at + length + least - 1, a_end, to + length + least - 1, b_end))
+    return kept
+
+
+def _longest(
+    old: Sequence[int], places: Mapping[int, Sequence[int]], a: tuple[int, int], b: tuple[int, int]
+) -> tuple[int, int, int]:
+    """Where the longest common run of two windows begins, and its length in grams; the first of equals."""
+    best = (a[0], b[0], 0)
+    before: dict[int, int] = {}
+    for at in range(*a):
+        here: dict[int, int] = {}
+        for to in places.get(old[at], ()):
+            if b[0] <= to < b[1]:
+                length = here[to] = before.get(to - 1, 0) + 1
+                if length > best[2]:
+                    best = (at - length + 1, to - length + 1, length)
+        before = here
+    return best
 
 
 def best_in_order(old: npt.ArrayLike, new: npt.ArrayLike, least: int) -> int:

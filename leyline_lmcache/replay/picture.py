@@ -48,9 +48,9 @@ def draw(tallies: Sequence[Tally], file: Path) -> None:
         below.bar(at, thousands, _WIDTH * 0.92, color=_COLOURS[arm])
         if arm is Arm.LEYLINE:
             for number, (place, t) in enumerate(of):
-                most = 100 * t.in_order / t.prompt if t.prompt else 0.0
+                most = 100 * t.blocks / t.prompt if t.prompt else 0.0
                 ends = (place - 2 * _WIDTH, place + 2 * _WIDTH)
-                label = "ceiling (in order)" if number == 0 else None
+                label = "ceiling" if number == 0 else None
                 above.plot(ends, (most, most), color=_INK, linewidth=1.4, label=label)
     above.set_ylabel("cached / prompt tokens (%)")
     above.set_ylim(0, 112)

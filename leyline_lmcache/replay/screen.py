@@ -10,7 +10,7 @@ COLUMNS = ("set", "arm", "at a time", "prompt", "prefilled", "hit", "ceiling", "
 
 
 def rows(tallies: Sequence[Tally]) -> list[tuple[str, ...]]:
-    """Of a table with `COLUMNS`. ``ceiling``: hits over what the best earlier prompt has, in order."""
+    """Of a table with `COLUMNS`. ``ceiling``: hits over what the best earlier prompt holds."""
     return [
         (
             t.workload,
@@ -35,8 +35,9 @@ def verdicts(tallies: Sequence[Tally]) -> Iterator[str]:
         gain = gain_points(tallies, t.workload, t.concurrency)
         over = "" if gain is None else f"{gain:+.1f} points over SGLang alone, "
         yield (
-            f"{t.workload}, {t.concurrency} at a time: {over}{t.fraction_of_ceiling:.1%} of the ceiling "
-            f"in order,\n  {t.fraction_of_anywhere:.1%} of that anywhere; {t.edits:,} edits"
+            f"{t.workload}, {t.concurrency} at a time: {over}{t.fraction_of_ceiling:.1%} of the ceiling\n"
+            f"  ({t.fraction_of_in_order:.1%} of the best alignment, {t.fraction_of_anywhere:.1%} of what is "
+            f"anywhere); {t.edits:,} edits"
             f"{_counts('; fallbacks', t.fallbacks)}"
         )
         yield (

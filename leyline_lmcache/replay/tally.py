@@ -24,14 +24,14 @@ class Tally:
         tiers: of `hit`, by the tier it lay in.
         filled: prefilled for replacements, part of `prefilled`.
         prefilled: computed.
-        prefix, in_order, anywhere: the ceilings, see `ceiling`; the first is that of a prefix cache.
+        prefix, blocks, in_order, anywhere: the ceilings, see `ceiling`; the first is that of a prefix cache.
         edited: requests served from edited KV.
         edits: in them.
         outcomes: requests by what Leyline reports.
         fallbacks: requests by reason.
-        not_found: of `in_order`, what the diff did not find, in requests with edits.
+        not_found: of `blocks`, what the diff did not find, in requests with edits.
         not_served: what it found and the server did not have or use.
-        not_seen: of `in_order`, what requests without edits missed.
+        not_seen: of `blocks`, what requests without edits missed.
         ttft_ms: median time to the first token; `ttft_ms_p95`: 95th percentile.
         seconds: for the whole replay.
     """
@@ -46,6 +46,7 @@ class Tally:
     filled: int
     prefilled: int
     prefix: int
+    blocks: int
     in_order: int
     anywhere: int
     edited: int
@@ -66,12 +67,17 @@ class Tally:
 
     @property
     def fraction_of_ceiling(self) -> float:
-        """Of what the best earlier prompt of the session has, in order."""
+        """Hits over `blocks`."""
+        return self.hit / self.blocks if self.blocks else 1.0
+
+    @property
+    def fraction_of_in_order(self) -> float:
+        """Hits over `in_order`."""
         return self.hit / self.in_order if self.in_order else 1.0
 
     @property
     def fraction_of_anywhere(self) -> float:
-        """Of what any earlier prompts of the session have at any place."""
+        """Hits over `anywhere`."""
         return self.hit / self.anywhere if self.anywhere else 1.0
 
     def to_json(self) -> dict[str, Any]:
@@ -79,6 +85,7 @@ class Tally:
         rates = {
             "hit_rate": round(self.hit_rate, 4),
             "fraction_of_ceiling": round(self.fraction_of_ceiling, 4),
+            "fraction_of_in_order": round(self.fraction_of_in_order, 4),
             "fraction_of_anywhere": round(self.fraction_of_anywhere, 4),
         }
         return {**asdict(self), **rates, "arm": self.arm.value}
@@ -104,15 +111,16 @@ def tally(played: Play) -> Tally:
         filled=sum(each.filled for each in served),
         prefilled=sum(each.prefilled for each in served),
         prefix=sum(turn.ceiling.prefix for turn in turns),
+        blocks=sum(turn.ceiling.blocks for turn in turns),
         in_order=sum(turn.ceiling.in_order for turn in turns),
         anywhere=sum(turn.ceiling.anywhere for turn in turns),
         edited=sum(each.outcome == "spliced" for each in served),
         edits=sum(each.edits for each in served),
         outcomes=dict(Counter(each.outcome for each in served if each.outcome)),
         fallbacks=dict(Counter(each.reason or "unnamed" for each in served if each.outcome == "fallback")),
-        not_found=sum(turn.ceiling.in_order - _found(turn) for turn in derived),
+        not_found=sum(turn.ceiling.blocks - _found(turn) for turn in derived),
         not_served=sum(_found(turn) - turn.served.hit for turn in derived),
-        not_seen=sum(turn.ceiling.in_order - turn.served.hit for turn in turns if turn.served.found is None),
+        not_seen=sum(turn.ceiling.blocks - turn.served.hit for turn in turns if turn.served.found is None),
         ttft_ms=round(statistics.median(times), 2),
         ttft_ms_p95=round(sorted(times)[max(0, round(0.95 * len(times)) - 1)], 2),
         seconds=round(played.seconds, 2),
@@ -140,6 +148,7 @@ def summary(tallies: Sequence[Tally]) -> dict[str, float | int | str]:
             made[f"gain_points_{workload}"] = min(gains.values())
         if ours:
             made[f"fraction_of_ceiling_{workload}"] = round(min(t.fraction_of_ceiling for t in ours), 4)
+            made[f"fraction_of_in_order_{workload}"] = round(min(t.fraction_of_in_order for t in ours), 4)
             made[f"fraction_of_anywhere_{workload}"] = round(min(t.fraction_of_anywhere for t in ours), 4)
             made[f"fallbacks_{workload}"] = sum(sum(t.fallbacks.values()) for t in ours)
         for level, gain in gains.items():

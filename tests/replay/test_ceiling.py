@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from functools import cache
 
 import pytest
@@ -38,15 +39,19 @@ def naive_in_order(old: Sequence[int], new: Sequence[int], least: int) -> int:
     return best(0, 0)
 
 
+def by_difflib(old: Sequence[int], new: Sequence[int], least: int) -> int:
+    blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    return sum(block.size for block in blocks if block.size >= least)
+
+
 def naive(prompts: Sequence[Sequence[int]], least: int) -> list[Ceiling]:
     found = []
     for turn, new in enumerate(prompts):
         earlier = prompts[:turn]
         prefixes = [common_prefix(old, new) for old in earlier]
-        order = [
-            shared + naive_in_order(old[shared:], new[shared:], least)
-            for old, shared in zip(earlier, prefixes, strict=True)
-        ]
+        tails = [(old[n:], new[n:], n) for old, n in zip(earlier, prefixes, strict=True)]
+        blocks = max((n + by_difflib(a, b, least) for a, b, n in tails), default=0)
+        order = max((n + naive_in_order(a, b, least) for a, b, n in tails), default=0)
         prefix = max(prefixes, default=0)
         covered = set(range(prefix))
         for at in range(len(new) - least + 1):
@@ -54,7 +59,8 @@ def naive(prompts: Sequence[Sequence[int]], least: int) -> list[Ceiling]:
             if any(gram == old[i : i + least] for old in earlier for i in range(len(old) - least + 1)):
                 covered |= set(range(at, at + least))
         most = max(0, len(new) - 1)
-        found.append(Ceiling(min(prefix, most), min(max(order, default=0), most), min(len(covered), most)))
+        bounds = (prefix, blocks, order, len(covered))
+        found.append(Ceiling(*(min(bound, most) for bound in bounds)))
     return found
 
 
@@ -73,7 +79,7 @@ def test_ceilings_are_those_of_all_earlier_prompts(prompts: list[list[int]]) -> 
 def test_no_diff_beats_the_ceiling(prompts: list[list[int]]) -> None:
     bounds = ceilings(prompts, LEAST)
     for turn, bound in enumerate(bounds):
-        assert bound.prefix <= bound.in_order <= bound.anywhere
+        assert bound.prefix <= bound.blocks <= bound.in_order <= bound.anywhere
         for old in prompts[:turn]:
             kept = diff(old, prompts[turn], min_reuse=LEAST).kept
             assert min(kept, max(0, len(prompts[turn]) - 1)) <= bound.in_order
@@ -84,15 +90,27 @@ def test_what_each_bound_counts() -> None:
     first, second = [*a, *b, *c], [*a, *c, *b, 99]
     other = [*b, *b, 98]
     bounds = ceilings([first, second, other, first], 4)
-    assert bounds[0] == Ceiling(0, 0, 0)
+    assert bounds[0] == Ceiling(0, 0, 0, 0)
     # b and c changed places: one of them is kept in order, both are found anywhere.
-    assert bounds[1] == Ceiling(10, 20, 30)
+    assert bounds[1] == Ceiling(10, 20, 20, 30)
     # A base's tokens are used once in order, as often as one likes anywhere.
-    assert bounds[2] == Ceiling(0, 10, 20)
+    assert bounds[2] == Ceiling(0, 10, 10, 20)
     # All of it, but the last token is computed.
-    assert bounds[3] == Ceiling(29, 29, 29)
+    assert bounds[3] == Ceiling(29, 29, 29, 29)
 
 
 def test_a_shortest_run_is_needed() -> None:
     with pytest.raises(ValueError, match="least: expected at least 1, got 0"):
         ceilings([], 0)
+
+
+def test_prints_of_one_file_may_stand_in_for_each_other() -> None:
+    """Three that differ in one line, the first dropped, a fourth behind them."""
+    body, tail = list(range(100, 140)), list(range(200, 240))
+    prints = [[*body, number, *tail] for number in range(4)]
+    before = [9, *prints[0], *prints[1], *prints[2]]
+    after = [9, 8, *prints[1], *prints[2], *prints[3]]
+    bound = ceilings([before, after], 16)[1]
+    # The two that are still there; or all three, but for the line in each that differs.
+    assert bound.blocks == 1 + 2 * 81
+    assert bound.in_order == 1 + 3 * 80

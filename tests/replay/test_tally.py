@@ -49,8 +49,8 @@ def test_a_server_without_leyline() -> None:
     assert served.tiers == {"gpu": 30, "cpu": 0, "redis": 0}
 
 
-def turn(number: int, served: Served, in_order: int) -> Turn:
-    return Turn("s", number, served, Ceiling(in_order // 2, in_order, in_order + 5))
+def turn(number: int, served: Served, blocks: int) -> Turn:
+    return Turn("s", number, served, Ceiling(blocks // 2, blocks, blocks + 1, blocks + 5))
 
 
 def played(arm: Arm, *turns: Turn, level: int = 1) -> Tally:
@@ -71,13 +71,13 @@ def ours(level: int = 1) -> Tally:
 def test_sums() -> None:
     made = ours()
     assert (made.requests, made.prompt, made.hit, made.prefilled, made.filled) == (3, 300, 91, 209, 9)
-    assert (made.prefix, made.in_order, made.anywhere) == (73, 148, 163)
+    assert (made.prefix, made.blocks, made.in_order, made.anywhere) == (73, 148, 151, 163)
     assert (made.edited, made.edits, dict(made.fallbacks)) == (1, 2, {"no_memory": 1})
     assert dict(made.outcomes) == {"spliced": 1, "fallback": 1}
     assert made.tiers == {"gpu": 70, "cpu": 20, "redis": 1}
     # What is below the ceiling is accounted for.
     assert (made.not_found, made.not_served, made.not_seen) == (2, 52, 3)
-    assert made.not_found + made.not_served + made.not_seen == made.in_order - made.hit
+    assert made.not_found + made.not_served + made.not_seen == made.blocks - made.hit
     assert made.ttft_ms == 200
     assert made.hit_rate == pytest.approx(91 / 300)
     assert made.fraction_of_ceiling == pytest.approx(91 / 148)
