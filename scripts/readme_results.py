@@ -41,6 +41,15 @@ ROWS = (
     ("core", "{compose_plan_ms}", "ms to apply and plan 32 edits of 128 k tokens", "1"),
     ("core", "{growth_16x_tokens}", "time of that at 16 times the tokens over time at one", "about 1"),
     ("diff", "{ms_128k_50_edits}", "ms to find 50 edits in a session of 128 k tokens", "50"),
+    (
+        "replay",
+        "{gain_points_swe_agent:+.1f}",
+        "points of hit rate over SGLang alone, agents whose old tool outputs are stubbed",
+        "+10",
+    ),
+    ("replay", "{fraction_of_ceiling_swe_agent:.1%}", "of what could have been reused there", "99%"),
+    ("replay", "{gain_points_magagent:+.1f}", "points, a team of agents that rewrites its history", ""),
+    ("replay", "{gain_points_miniswe:+.1f}", "points, an agent that goes back to earlier prompts", ""),
     ("kernel", "{fraction_of_copy_bandwidth}", "splice over a plain copy of as many bytes", "0.5, GPU 0.85"),
 )
 
