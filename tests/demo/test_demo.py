@@ -109,7 +109,8 @@ def test_the_contract_holds_from_every_tier(mark: str, tmp_path: Path) -> None:
         assert final["cpu"] <= final["redis"] / 4 or turn["place"] == "cpu", turn
         assert final["redis"] == 0 or turn["place"] == "redis", turn
     assert {turn["place"] for turn in found["turns"]} == {"gpu", "cpu", "redis"}
-    assert {op["tier"] for op in found["last_plan"]} == {"gpu", "redis"}
+    # What the fill brought is in L1 for the request behind it.
+    assert {"gpu", "redis"} <= {op["tier"] for op in found["last_plan"]}
     assert processes(mark) == []
 
 

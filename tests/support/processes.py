@@ -22,6 +22,19 @@ def processes(mark: str) -> list[int]:
     return found
 
 
+def commands(mark: str) -> list[str]:
+    """Command lines of all processes with the mark."""
+    found = []
+    for pid in processes(mark):
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        found.append(f"{pid} {state} {line.decode(errors='replace')[:200]}")
+    return found
+
+
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
     """Wait until `condition` is true; fail with `what` if it never is."""
     deadline = time.monotonic() + timeout_s
