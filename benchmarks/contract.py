@@ -12,8 +12,9 @@ Plan: all cases on ``/generate`` for each dtype and page size; on the other endp
 one cache, a fourth of them, spread over all kinds; and, as a control, all of them on a server that does not
 turn the keys it moves (a plugin in control/ sees to that): the contract has to break there, or the benchmark
 would notice nothing. Then all of them with the base's KV in LMCache's L1, in Redis, and on another node
-(``--tiers``: only those), in chunks of four tokens; ``from_source`` counts the cases whose kept KV came from
-there. A base's last tokens that fill no chunk are not stored, and a fact in them is lost.
+(``--tiers``: only those, into ``contract_tiers.json``), in chunks of four tokens; ``from_source`` counts the
+cases whose kept KV came from there. A base's last tokens that fill no chunk are not stored, and a fact in
+them is lost.
 
 ``cached`` is the part of the prompt's tokens that SGLang found in its cache; ``filled`` the part among them
 that the plugin had it prefill, just before, for the replacements. Arms that do not share a cache find
@@ -383,7 +384,8 @@ def main() -> int:
     tallies = [tally for tally, _ in found]
     show(tallies)
     figures = summary(tallies, load_cases())
-    finish("contract", figures, details(found, options))
+    # Either part may be measured again without the other.
+    finish("contract_tiers" if options.tiers else "contract", figures, details(found, options))
     return 1 if False in (figures["contract_holds"], figures["control_breaks"]) else 0
 
 

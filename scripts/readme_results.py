@@ -26,7 +26,7 @@ ROWS = (
     ("edit_latency", "{edited_over_reprefill_2k}", "edited request over re-prefill, 2 k tokens", ""),
     ("edit_latency", "{edited_over_reprefill_8k}", "the same, 8 k tokens", ""),
     (
-        "contract",
+        "contract_tiers",
         "{splice_equals_full_from_tiers} of {fact_kept_from_tiers}",
         "the same with the KV in L1, in Redis, on another node",
         "all",
