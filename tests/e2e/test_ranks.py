@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import httpx
 import pytest
+import redis as redis_py
 from reference.model import Reference
 from support.specs import STACKS
 
@@ -16,7 +18,7 @@ from leyline_lmcache.stack import Stack
 from leyline_lmcache.stack.client import Client
 from leyline_lmcache.stack.device import detect
 
-from .driver import Twin, edited, envelope, eventually, quiet_log, report, spliced, tokens, whole_pool
+from .driver import Twin, agree, edited, envelope, eventually, quiet_log, report, spliced, tokens, whole_pool
 
 pytestmark = [
     pytest.mark.stack,
@@ -105,4 +107,35 @@ def test_t9_a_hung_lmcache_server_is_left_and_joined_by_both(
         return said is not None and said["outcome"] == "spliced" and said["tiers"]["cpu"] > 0
 
     eventually(served_from_cpu, "both ranks use the server again")
+    whole_pool(client)
+
+
+def test_2000_tokens_from_l1_from_redis_and_after_both_servers_restarted(
+    stack: Stack, twin: Twin, client: Client
+) -> None:
+    if stack.spec.model != "gqa":
+        pytest.skip("test_stored.py shows it for MLA")
+    # Whole chunks with the answer, so that all of the base is stored.
+    base = twin.base(tokens(1996, "long"))
+    edit = (300, 500, [7, 8, 9, 10, 11])
+    prompt = edited(base.tokens, edit) + tokens(20, "long t")
+    want, served = twin.reference.serve(base.context, [edit], prompt, 5)
+    with redis_py.Redis.from_url(stack.redis_url) as redis:
+        eventually(
+            lambda: len(list(redis.scan_iter("*:kv:*", count=10_000))) >= 2 * len(base.tokens) // CHUNK,
+            "both ranks' stores reach Redis",
+        )
+    for place in ("cpu", "redis", "restart"):
+        client.wait_idle()
+        assert client.flush_cache()
+        if place == "redis":
+            httpx.post(f"{stack.lmcache_url}/cache/clear", timeout=30).raise_for_status()
+        if place == "restart":
+            stack.restart("lmcache")
+            stack.restart("sglang")
+        answer = twin.ask(prompt, max_new_tokens=5, kv_hints=envelope(base.id, edit))
+        said = spliced(answer)
+        assert answer.cached_tokens >= served.target and served.target > 0.85 * len(prompt)
+        assert said["tiers"]["cpu" if place == "cpu" else "redis"] > 0.8 * len(prompt), (place, said)
+        agree(answer, want)
     whole_pool(client)
