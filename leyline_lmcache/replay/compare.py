@@ -67,8 +67,10 @@ def compare(
                 warm_up(client)
                 for workload in wanted:
                     for level in concurrency:
-                        on_progress(f"{arm}: {workload.name}, {level} at a time")
+                        where = f"{arm}: {workload.name}, {level} at a time"
+                        on_progress(where)
                         made.append(tally(replay(client, arm, workload, bounds, level)))
+                        on_progress(f"{where}: {made[-1].hit_rate:.1%} in {made[-1].seconds:.0f} s")
     return made
 
 
