@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,6 +104,7 @@ class ServerProcess:
         self._directory = directory
         self._pidfile = directory / f"{command.role}.pid"
         self._guard: subprocess.Popen[bytes] | None = None
+        self._spawning: threading.Thread | None = None
         self._started = 0.0
 
     def start(self, lifeline: int | None = None) -> None:
@@ -117,18 +119,32 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         grace = ["--grace", f"{self.command.grace_s:g}", "--pidfile", str(self._pidfile)]
         line = [] if lifeline is None else ["--lifeline", str(lifeline)]
-        with self.log.open("ab") as log:
-            # Its own session: a Ctrl-C at the terminal reaches the starter only, which stops all in order.
-            self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_GUARD), *grace, *line, "--", *self.command.argv],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=dict(self.command.env),
-                cwd=self._directory,
-                start_new_session=True,
-                pass_fds=() if lifeline is None else (lifeline,),
-            )
+        argv = [sys.executable, "-I", "-S", str(_GUARD), *grace, *line, "--", *self.command.argv]
+        failed: list[OSError] = []
+
+        def spawn() -> None:
+            try:
+                with self.log.open("ab") as log:
+                    # Its own session: a Ctrl-C at the terminal reaches the starter, which stops all in order.
+                    self._guard = subprocess.Popen(
+                        argv,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=dict(self.command.env),
+                        cwd=self._directory,
+                        start_new_session=True,
+                        pass_fds=() if lifeline is None else (lifeline,),
+                    )
+            except OSError as error:
+                failed.append(error)
+
+        # An interrupt is raised in the main thread, wherever it is: here it would lose a process that runs.
+        self._spawning = threading.Thread(target=spawn, name=f"spawn-{self.command.role}")
+        self._spawning.start()
+        self._spawning.join()
+        if failed:
+            raise failed[0]
         self._started = time.monotonic()
 
     def is_running(self) -> bool:
@@ -194,6 +210,8 @@ class ServerProcess:
 
     def begin_stop(self) -> None:
         """Ask the server to stop, without waiting."""
+        if self._spawning is not None and self._spawning.is_alive():
+            self._spawning.join()  # interrupted while it was started
         if self._guard is not None and self._guard.poll() is None:
             self._guard.terminate()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import MARK, processes, wait_for
+from support.processes import MARK, assert_gone, processes, wait_for
 
 from leyline_lmcache.cli import demo, main
 from leyline_lmcache.demo.servers import Running
@@ -111,7 +111,7 @@ def test_the_contract_holds_from_every_tier(mark: str, tmp_path: Path) -> None:
     assert {turn["place"] for turn in found["turns"]} == {"gpu", "cpu", "redis"}
     # What the fill brought is in L1 for the request behind it.
     assert {"gpu", "redis"} <= {op["tier"] for op in found["last_plan"]}
-    assert processes(mark) == []
+    assert_gone(mark)
 
 
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -124,7 +124,7 @@ def test_interrupted_while_servers_start_it_leaves_nothing(
     _, err = demo.communicate(timeout=60)
     assert demo.returncode == status, err
     assert "stopping the servers" in err
-    assert processes(mark) == []
+    assert_gone(mark)
     assert not list(tmp_path.glob("*.png"))
 
 
@@ -141,7 +141,7 @@ def test_interrupted_in_the_middle_it_leaves_nothing(mark: str, tmp_path: Path) 
     _, err = demo.communicate(timeout=60)
     assert demo.returncode == 130, err
     assert err.strip().splitlines()[-1] == "leyline: interrupted"
-    assert processes(mark) == []
+    assert_gone(mark)
 
 
 @pytest.mark.parametrize(
@@ -160,4 +160,4 @@ def test_a_mistake_is_told_before_anything_starts(
     out, err = demo.communicate(timeout=60)
     assert (demo.returncode, out) == (status, "")
     assert named in err
-    assert processes(mark) == []
+    assert_gone(mark)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import MARK, commands, processes, wait_for
+from support.processes import MARK, assert_gone, processes, wait_for
 
 from leyline_lmcache.cli.commands import COMMANDS
 
@@ -153,10 +153,7 @@ def test_an_interrupted_start_leaves_nothing(leyline: Leyline, mark: str, how: s
     assert "default is being started" in one_line(err)
     starting.send_signal(how)
     _, err = starting.communicate(timeout=60)
-    try:
-        wait_for(lambda: processes(mark) == [], "servers run on", timeout_s=60)
-    except AssertionError:
-        pytest.fail(f"servers run on: {commands(mark)}")
+    assert_gone(mark)
     if how == signal.SIGINT:
         assert starting.returncode == 130
         assert err.strip().splitlines()[-1] == "leyline: interrupted"

@@ -35,6 +35,14 @@ def commands(mark: str) -> list[str]:
     return found
 
 
+def assert_gone(mark: str, timeout_s: float = 60.0) -> None:
+    """All processes with the mark end: what was just asked to stop may take its time to."""
+    deadline = time.monotonic() + timeout_s
+    while left := commands(mark):
+        assert time.monotonic() < deadline, f"running on: {left}"
+        time.sleep(0.05)
+
+
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
     """Wait until `condition` is true; fail with `what` if it never is."""
     deadline = time.monotonic() + timeout_s
