@@ -26,6 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 activate_shim()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A run in the background of a shell: the programs under test would inherit the deafness.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _POOL = pytest.StashKey[StackPool]()
 
