@@ -47,7 +47,12 @@ ROWS = (
         "points of hit rate over SGLang alone, agents whose old tool outputs are stubbed",
         "+10",
     ),
-    ("replay", "{fraction_of_ceiling_swe_agent:.1%}", "of what could have been reused there", "99%"),
+    (
+        "replay",
+        "{fraction_of_ceiling_swe_agent:.1%}",
+        "of its ceiling there (longest common runs with an earlier prompt)",
+        "99%",
+    ),
     ("replay", "{gain_points_magagent:+.1f}", "points, a team of agents that rewrites its history", ""),
     ("replay", "{gain_points_miniswe:+.1f}", "points, an agent that goes back to earlier prompts", ""),
     ("kernel", "{fraction_of_copy_bandwidth}", "splice over a plain copy of as many bytes", "0.5, GPU 0.85"),
