@@ -112,6 +112,8 @@ class FillRunner:
         Raises:
             ValueError: the client's options are malformed (an HTTP 400).
         """
+        if isinstance(obj.session_id, str) and _is_single(obj):
+            obj.kv_hints = hints.view_of_session(obj.kv_hints, lambda: self._sessions.latest(obj))
         if not self._sessions.wanted(obj) or not _is_single(obj):
             return None
         if obj.contains_mm_input() or obj.input_embeds is not None:

@@ -424,7 +424,7 @@ class GpuTier:
 
     def _show(self, req: Any, base: str) -> None:
         record = self._records.get(base, namespace_of(req))
-        if self._sightings is not None:
+        if self._sightings is not None and self._lookups is not None and self._lookups.available:
             self._sightings.want(req, base, record)
         elif record is not None:
             self.sighted(req, record, {})

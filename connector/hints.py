@@ -6,7 +6,7 @@ Native requests have ``kv_hints`` (``managers/kv_hints.py``); the OpenAI endpoin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -78,6 +78,22 @@ def viewed_base(raw: Any) -> str | None:
                 )
             return base
     return None
+
+
+def view_of_session(raw: Any, find: Callable[[], str]) -> Any:
+    """An envelope that asks for a view but names no base, with the base that ``find`` names; else itself."""
+    if isinstance(raw, str | bytes) or raw is None:
+        return raw
+    for action in _field(raw, "actions") or ():
+        payload = _field(action, "payload")
+        if _field(action, "action_type") == VIEW_ACTION and isinstance(payload, Mapping) and not payload:
+            plain = msgspec.to_builtins(raw) if isinstance(raw, msgspec.Struct) else dict(raw)
+            actions = [
+                {**each, "payload": {"base": find()}} if each["action_type"] == VIEW_ACTION else each
+                for each in plain["actions"]
+            ]
+            return {**plain, "actions": actions}
+    return raw
 
 
 def _field(value: Any, name: str) -> Any:

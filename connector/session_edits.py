@@ -63,6 +63,11 @@ class SessionEdits:
         single = (isinstance(obj.rid, str) or obj.rid is None) and _count(obj.sampling_params) == 1
         return mode is SessionMode.AMORTIZE and obj.session_id is not None and single
 
+    def latest(self, obj: GenerateReqInput) -> str:
+        """The last answer of the session a request names; the session's own id if there is none."""
+        views = self._store.candidates((obj.session_id, obj.cache_salt, obj.extra_key, obj.lora_path))
+        return views[0].response if views else str(obj.session_id)
+
     async def begin(self, obj: GenerateReqInput, prompt: list[int], *, has_directives: bool) -> Turn:
         """Compare a request with its session, and give it directives, unless it has its own."""
         session = (obj.session_id, obj.cache_salt, obj.extra_key, obj.lora_path)

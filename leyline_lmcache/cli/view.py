@@ -34,6 +34,9 @@ def run(
         str | None,
         typer.Argument(help="Id of a response; by default the last edited one of the stack's journal."),
     ] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Instead: the last answer of this session (its session_id).")
+    ] = None,
     url: Annotated[str | None, typer.Option(help="The SGLang server that knows the response.")] = None,
     stack: Annotated[str | None, typer.Option(help="The server of this stack (see leyline status).")] = None,
     cache_salt: Annotated[str | None, typer.Option(help="The cache_salt it was asked under.")] = None,
@@ -49,8 +52,10 @@ def run(
     Example: `leyline view 5f0c1e7a --url http://127.0.0.1:30000 --json`
     """
     url, journal = _server(url, stack)
-    wanted = response or _last(journal)
-    view = _ask(url, wanted, {"cache_salt": cache_salt, "extra_key": extra_key}, timeout)
+    if session is not None and response is not None:
+        raise CliError("RESPONSE, --session: expected one of them", ExitCode.USAGE)
+    fields = {"cache_salt": cache_salt, "extra_key": extra_key, "session_id": session}
+    view = _ask(url, response if session is not None else response or _last(journal), fields, timeout)
     if as_json:
         print_json(view)
         return
@@ -93,12 +98,12 @@ def _last(journal: Path | None) -> str:
     return ids[-1]
 
 
-def _ask(url: str, response: str, fields: Mapping[str, str | None], timeout: float) -> dict[str, Any]:
+def _ask(url: str, response: str | None, fields: Mapping[str, str | None], timeout: float) -> dict[str, Any]:
     action = {
         "action_id": "view",
         "action_type": ACTION,
         "action_version": ENVELOPE_VERSION,
-        "payload": {"base": response},
+        "payload": {} if response is None else {"base": response},
     }
     # Without an output token SGLang sends no report.
     body = {
@@ -122,7 +127,8 @@ def _ask(url: str, response: str, fields: Mapping[str, str | None], timeout: flo
         raise CliError(f"--url: {url} serves without Leyline; see leyline doctor --url {url}")
     view = said.get("view")
     if not isinstance(view, dict):
-        raise CliError(f"{response}: {said['reason']}: {said.get('detail', '')}", ExitCode.NOT_SO)
+        named = response or f"--session {fields['session_id']}"
+        raise CliError(f"{named}: {said['reason']}: {said.get('detail', '')}", ExitCode.NOT_SO)
     return view
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -63,6 +65,20 @@ def test_a_session_edits_its_history_over_several_turns_E1(client: Client, twin:
     expected, _ = twin.reference.serve(context, [(0, 0, ())], prompt, 5)
     agree(answer, expected)
     whole_pool(client)
+
+
+def test_the_view_of_a_session_is_that_of_its_last_answer(client: Client, stack: Stack) -> None:
+    prompt = tokens(200, "shown")
+    known = after(prompt, ask(client, "shown", prompt))
+    edited = [*known[:50], *known[90:], *tokens(20, "shown t")]
+    last = ask(client, "shown", edited)
+    words = [sys.executable, "-P", "-m", "leyline_lmcache", "view", "--url", stack.sglang_url, "--json"]
+    found = subprocess.run([*words, "--session", "shown"], capture_output=True, text=True, check=True)
+    view = json.loads(found.stdout)
+    assert view["response"] == last.id
+    assert [each["kind"] for each in view["stretches"]] == ["kept", "gone", "moved", "computed"]
+    unknown = subprocess.run([*words, "--session", "nobody"], capture_output=True, text=True, check=False)
+    assert unknown.returncode == 3 and "--session nobody: unknown_base" in unknown.stderr
 
 
 def test_branches_and_a_rewind_find_their_own_base(client: Client, twin: Twin) -> None:
