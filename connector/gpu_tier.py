@@ -28,7 +28,7 @@ from .origins import Origins
 from .packing import Packing, computed, remainders
 from .packs import BufferInfo, Shelf, chunks_of, dead_chunks
 from .plans import Kind, RequestPlan, plan_request
-from .records import BaseRecord, Namespace, RecordStore
+from .records import BaseRecord, RecordStore, namespace_of
 from .report import EditReport, Reporter
 from .runtime import Runtime
 from .settings import Invalidate, Settings
@@ -582,11 +582,6 @@ class GpuTier:
 
 def unknown_base() -> Fallback:
     return Fallback(FallbackReason.UNKNOWN_BASE, "base: no finished response of this id is remembered here")
-
-
-def namespace_of(req: Any) -> Namespace:
-    """Tenant and adapter of an SGLang request."""
-    return Namespace(req.cache_salt or None, req.extra_key or None, req.lora_id or None)
 
 
 def attach(req: Any, report: EditReport) -> None:

@@ -26,11 +26,13 @@ def raw_envelope(kv_hints: Any, sampling_params: Any) -> Any:
     """The envelope of one request, undecoded, or None. ``sampling_params``: SGLang's object or mapping."""
     if kv_hints is not None:
         return kv_hints
-    if isinstance(sampling_params, Mapping):
-        custom = sampling_params.get("custom_params")
-    else:
-        custom = getattr(sampling_params, "custom_params", None)
-    return custom.get("kv_hints") if isinstance(custom, Mapping) else None
+    return custom_params(sampling_params).get("kv_hints")
+
+
+def custom_params(sampling_params: Any) -> Mapping[str, Any]:
+    """``custom_params`` of SGLang's object or mapping; empty where there are none."""
+    custom = _field(sampling_params, "custom_params")
+    return custom if isinstance(custom, Mapping) else {}
 
 
 def decode(raw: Any) -> Envelope:

@@ -17,11 +17,11 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from . import wire
 from .cache import EditableCache
-from .gpu_tier import namespace_of
 from .lineage import key_array
 from .packing import Packing
 from .packs import Shelf
 from .reconnect import reconnecting
+from .records import namespace_of
 from .runtime import Runtime
 from .settings import Settings
 from .stored import StoredTier

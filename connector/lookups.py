@@ -16,7 +16,7 @@ from leyline_lmcache.view import BufferId
 from . import wire
 from .packs import BufferInfo, Shelf
 from .plans import RequestPlan
-from .records import BaseRecord, Namespace
+from .records import BaseRecord, Namespace, namespace_of
 from .settings import Settings
 from .stored import StoredChunks, StoredTier
 from .tier_jobs import Fetch, Invalidation, Lookup, Parts, shared
@@ -84,7 +84,7 @@ class Lookups:
         req, base = wanted
         job = Lookup(
             self._tier,
-            Namespace(req.cache_salt or None, req.extra_key or None, req.lora_id or None),
+            namespace_of(req),
             base,
             found=lambda answer: self._planner.found_record(req, answer) is not None,
             wanted=lambda: self._parts(req),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from leyline_lmcache.ranges import Range, merge, subtract
+from leyline_lmcache.ranges import Range, intersect, merge, subtract
 from leyline_lmcache.view import BufferId, View
 
 from .lineage import Tokens
@@ -138,8 +138,7 @@ def dead_chunks(
     out = []
     for shelf in info.shelves():
         touched = merge(chunk for start, end in fresh for chunk in shelf.chunks(start, end, chunk_size))
-        alive = subtract(touched, shelf.wholly_in(dead, chunk_size))
-        chunks = subtract(touched, alive)
+        chunks = intersect(touched, shelf.wholly_in(dead, chunk_size))
         if chunks:
             out.append((shelf, chunks))
     return out

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from leyline_lmcache.diff import common_prefix
-from leyline_lmcache.ranges import Range, merge, subtract
+from leyline_lmcache.ranges import Range, intersect, merge, subtract
 from leyline_lmcache.view import BufferId, View
 
 from .lineage import Roundings, Tokens, untagged
@@ -65,6 +66,11 @@ class BaseRecord:
 
     def __repr__(self) -> str:
         return f"BaseRecord({self.response!r}, {self.length} tokens, {len(self.view.pieces)} pieces)"
+
+
+def namespace_of(req: Any) -> Namespace:
+    """Tenant and adapter of an SGLang request."""
+    return Namespace(req.cache_salt or None, req.extra_key or None, req.lora_id or None)
 
 
 class RecordStore:
@@ -135,8 +141,7 @@ class RecordStore:
                 continue
             alive = [*self._referred(buffer), *self._shared(info, record.namespace)]
             dead = subtract([(0, len(info.tokens))], merge(alive))
-            mine = _of_buffer(record, buffer)
-            fresh = subtract(mine, subtract(mine, dead))
+            fresh = intersect(_of_buffer(record, buffer), dead)
             if fresh:
                 out[buffer] = dead, fresh
         return out

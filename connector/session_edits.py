@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from leyline_lmcache.sessions import Derived, SessionStore, SessionView, derive
 
+from . import hints
 from .settings import SessionMode, Settings
 
 log = logging.getLogger(__name__)
@@ -128,11 +129,8 @@ def _count(sampling_params: Any) -> Any:
 
 
 def _mode_of(sampling_params: Any, default: SessionMode) -> SessionMode:
-    if isinstance(sampling_params, Mapping):
-        custom = sampling_params.get("custom_params")
-    else:
-        custom = getattr(sampling_params, "custom_params", None)
-    if not isinstance(custom, Mapping) or _OPTION not in custom:
+    custom = hints.custom_params(sampling_params)
+    if _OPTION not in custom:
         return default
     options = custom[_OPTION]
     where = f"custom_params.{_OPTION}"

@@ -11,14 +11,13 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
 
 from leyline_lmcache.ops import Tier
-from leyline_lmcache.ranges import Range, merge, subtract
+from leyline_lmcache.ranges import Range, intersect, merge, subtract
 from leyline_lmcache.reasons import Fallback, FallbackReason
 from leyline_lmcache.view import Piece, View
 
@@ -106,7 +105,7 @@ class StoredChunks:
             for position, piece in view.between(start, end):
                 for run in self._runs(position, piece):
                     # Once is enough, if two shelves have it.
-                    for low, high in subtract([(run.start, run.start + run.length)], _gaps(left, run)):
+                    for low, high in intersect([(run.start, run.start + run.length)], left):
                         skipped = low - run.start
                         runs.append(
                             replace(
@@ -197,11 +196,6 @@ class StoredTier:
         self._publishing: list[Any] = []
         self._count = 0
         self.unpublished = 0
-
-    def hello(self, timeout_s: float) -> wire.Welcome:
-        """Is the server module there, and of this release? Raises ``OSError`` or ``WireError``."""
-        message = wire.Hello(instance=self._connector.instance_id, version=version("leyline-lmcache"))
-        return self.call(wire.HELLO, message).answer(wire.Welcome, timeout_s)
 
     # ------------------------------------------------------------------ calls
 
@@ -333,11 +327,6 @@ class StoredTier:
         """Tell other nodes, and our own next life, about a finished request."""
         buffers = tuple(_buffer(info) for info in infos)
         self.send(wire.PUBLISH, wire.Publish(record=to_message(record, self.model), buffers=buffers))
-
-
-def _gaps(ranges: Sequence[Range], run: StoredRun) -> list[Range]:
-    """What of a run's view range is not in ``ranges``."""
-    return subtract([(run.start, run.start + run.length)], ranges)
 
 
 # ---------------------------------------------------------------------- records as messages

@@ -22,7 +22,7 @@ from leyline_lmcache.view import BufferId, Piece
 from . import wire
 from .packs import BufferInfo, Shelf, chunks_of
 from .ranks import Call
-from .records import BaseRecord, Namespace
+from .records import BaseRecord, namespace_of
 from .stored import StoredTier, digest
 
 log = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class Sightings:
         sighting = _Sighting(req, record, time.monotonic() + self._tier.timeout_s)
         try:
             if record is None:
-                namespace = digest(_namespace(req))
+                namespace = digest(namespace_of(req))
                 message = wire.Resolve(response=base, namespace=namespace, model=self._tier.model)
                 sighting.call = self._tier.call(wire.RESOLVE, message)
             else:
@@ -268,7 +268,3 @@ class Sightings:
         else:
             log.warning("the stored tiers could not be asked for a view: %s", type(error).__name__)
             self._host.sighted(sighting.req, sighting.record, {})
-
-
-def _namespace(req: Any) -> Namespace:
-    return Namespace(req.cache_salt or None, req.extra_key or None, req.lora_id or None)

@@ -21,6 +21,11 @@ def merge(ranges: Iterable[Range]) -> list[Range]:
     return out
 
 
+def intersect(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
+    """The part of `ranges` inside `others`. Both as `merge` returns them."""
+    return subtract(ranges, subtract(ranges, others))
+
+
 def subtract(ranges: Sequence[Range], holes: Sequence[Range]) -> list[Range]:
     """The part of `ranges` outside `holes`. Both as `merge` returns them; linear in their number."""
     out: list[Range] = []

@@ -29,9 +29,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from leyline_lmcache.connector.cache import EditableRadixCache
-from leyline_lmcache.connector.gpu_tier import GpuTier, namespace_of
+from leyline_lmcache.connector.gpu_tier import GpuTier
 from leyline_lmcache.connector.hints import fill_envelope
 from leyline_lmcache.connector.packs import Shelf
+from leyline_lmcache.connector.records import namespace_of
 from leyline_lmcache.connector.report import Reporter
 from leyline_lmcache.connector.runtime import Runtime
 from leyline_lmcache.connector.settings import Settings
